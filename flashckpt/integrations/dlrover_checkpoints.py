@@ -75,12 +75,17 @@ class Flash:
         self.checkpointer = Checkpointer(checkpoint_dir, **{**settings, **options})
         self._is_open = self._is_path_said = False
 
-    def wait_latest_checkpoint(self, timeout: float = 1800) -> None:
+    def wait_latest_checkpoint(self, timeout: float = 1800, max_steps: int | None = None) -> None:
         """Return when the last state that was saved to `StorageType.DISK` is committed.
+
+        Args:
+            timeout: Seconds.
+            max_steps: Not used: ms-swift gives the last step of its run.
 
         Raises:
             PersistError: It was not in `timeout` seconds, or storage failed.
         """
+        del max_steps
         self.checkpointer.wait(timeout)
 
     def close(self) -> None:
@@ -88,7 +93,19 @@ class Flash:
         self.checkpointer.close()
 
     def _open(self, *, fresh: bool, **things: Any) -> int:
-        """Track and restore, once; return the step of what was there, 0 where there was nothing."""
+        """Track and restore, once; return the step of what was there, 0 where there was nothing.
+
+        Raises:
+            ConfigError: This was done before, by a load or by a save.
+        """
+        if self._is_open:
+            raise ConfigError(
+                "load_checkpoint() after this checkpointer has loaded or saved",
+                expected="one load_checkpoint(), before the first save_checkpoint()",
+                state="What was saved is kept, and training may go on.",
+                remedy="load first; to go back to what was saved, start the job again, or close() this checkpointer after a save "
+                "to StorageType.DISK and load with another one",
+            )
         self.checkpointer.track(**things)
         report = self.checkpointer.restore(fresh=fresh)
         self._is_open = True

@@ -21,6 +21,21 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1.0, None), "clip_qkv": (None,), "attn_logit_softcapping": (None,),
 }  # fmt: skip
 _ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
+_POSITIONS = frozenset({
+    "rope_theta", "rope_type", "type", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
+    "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate", "partial_rotary_factor",
+})  # fmt: skip
+"""What may be among the settings of positions; any other key is refused, since it would change what is computed."""
+_ABSENT: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    "mixtral": {"max_position_embeddings": 131072, "num_key_value_heads": 8},
+    "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096},
+    "qwen3": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
+    "qwen2_moe": {"max_position_embeddings": 32768, "num_key_value_heads": 16, "sliding_window": 4096},
+    "qwen3_moe": {"max_position_embeddings": 32768, "num_key_value_heads": 4, "sliding_window": 4096},
+}
+"""What transformers takes for a key that is not there, where it is not what all families take."""
 
 
 def from_hub(values: Mapping[str, Any], where: str) -> ModelConfig:
@@ -39,6 +54,7 @@ def from_hub(values: Mapping[str, Any], where: str) -> ModelConfig:
             f"{where} is of a family that is not known", found=repr(kind), expected=", ".join(FAMILIES),
             state="Nothing was read.",
         )  # fmt: skip
+    values = {**_ABSENT[kind], **values}
     for key, allowed in _NEUTRAL.items():
         if key in values and values[key] not in allowed:
             raise _refused(where, key, values[key], " or ".join(repr(one) for one in allowed if one is not None))
@@ -60,7 +76,7 @@ def from_hub(values: Mapping[str, Any], where: str) -> ModelConfig:
 
 def _sizes(values: Mapping[str, Any], kind: str) -> dict[str, Any]:
     heads, dim = values["num_attention_heads"], values["hidden_size"]
-    size = values.get("head_dim") or (128 if kind == "qwen3" and "head_dim" not in values else dim // heads)
+    size = values.get("head_dim") or dim // heads
     is_qwen_moe = kind in ("qwen2_moe", "qwen3_moe")
     experts = 0
     if is_qwen_moe or kind == "mixtral":  # one name or the other, by version
@@ -96,7 +112,7 @@ def _choices(values: Mapping[str, Any], kind: str, where: str) -> dict[str, Any]
 
 def _window(values: Mapping[str, Any], kind: str, where: str) -> tuple[int, int]:
     """Return the window and the first layer that has it; (0, 0) without one."""
-    asked = values.get("use_sliding_window", kind in ("mistral", "mixtral"))
+    asked = kind in ("mistral", "mixtral") or values.get("use_sliding_window", False)
     window = values.get("sliding_window") if asked else None
     if not window:
         return 0, 0
@@ -111,9 +127,25 @@ def _window(values: Mapping[str, Any], kind: str, where: str) -> tuple[int, int]
     return (window, first) if first < layers else (0, 0)
 
 
+def _positions(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return what a config.json says of positions in one dict; a key that is not known is refused."""
+    older, newer = values.get("rope_scaling") or {}, values.get("rope_parameters") or {}
+    found = {**older, **newer}
+    for key, value in found.items():
+        if key not in _POSITIONS:
+            raise _refused(
+                where, f"{'rope_parameters' if key in newer else 'rope_scaling'}.{key}", value, "no such key"
+            )
+        if older.get(key, value) != value:
+            raise _refused(where, f"rope_scaling.{key}", older[key], f"{value!r}, as rope_parameters says")
+    if "original_max_position_embeddings" in values:  # transformers prefers it
+        found["original_max_position_embeddings"] = values["original_max_position_embeddings"]
+    return found
+
+
 def _rope(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the settings of positions, from the keys of version 5 or those before it."""
-    found = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
+    found = _positions(values, where)
     kind = found.get("rope_type") or found.get("type") or "default"
     if kind not in _SCALINGS or found.get("mscale") or found.get("truncate") is False:
         raise _refused(where, "rope_scaling", found, "one of " + ", ".join(_SCALINGS))

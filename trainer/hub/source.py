@@ -92,6 +92,24 @@ class HubFolder:
                     state="Nothing was read.",
                 )
             self.parts.setdefault(tensor.ours, []).append((tensor, found))
+        self._refuse_others(there)
+
+    def _refuse_others(self, there: Mapping[str, st.Incoming]) -> None:
+        """Raise ConfigError for a tensor that the model has no place for: it would compute something else without it."""
+        taken = {tensor.theirs: file for parts in self.parts.values() for tensor, file in parts}
+        embedding, head = taken["model.embed_tokens.weight"], there.get("lm_head.weight")
+        others = sorted(name for name in there.keys() - taken if not name.endswith("rotary_emb.inv_freq"))
+        if self.model.tied_embeddings and head is not None and _are_equal(head, embedding):
+            others.remove("lm_head.weight")
+        if others:
+            raise ConfigError(
+                f"{self.where} holds tensors that the model of its {CONFIG} does not have",
+                found=", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else ""),
+                expected="lm_head.weight equal to the embedding: tie_word_embeddings is true"
+                if others == ["lm_head.weight"]
+                else "no others than those of a model of ours; biases and further heads it has not",
+                state="Nothing was read.",
+            )
 
     def dtype(self, name: str) -> str:
         """See WeightSource."""
@@ -107,6 +125,14 @@ class HubFolder:
 
     def close(self) -> None:
         """See WeightSource."""
+
+
+def _are_equal(one: st.Incoming, other: st.Incoming) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    nbytes, block = one.shard(one.name).nbytes, 16 << 20
+    places = ((at, min(at + block, nbytes)) for at in range(0, nbytes, block))
+    return one == other or all(one.read(*place) == other.read(*place) for place in places)
 
 
 def _read_box(file: st.Incoming, offsets: Sequence[int], lengths: Sequence[int]) -> Bytes:

@@ -19,10 +19,12 @@ from support.training import run_config, write_corpus
 
 import flashckpt.checkpointer  # noqa: F401 -- imported before the fork, so that ranks start in 0.2 s
 from flashckpt.checkpoint import direct_writer
+from flashckpt.errors import ConfigError
 from flashckpt.trainer.__main__ import main
 from flashckpt.trainer.config import RunConfig, from_values, to_values
 from flashckpt.trainer.evaluate.check import check
 from flashckpt.trainer.hub.byte_tokenizer import byte_tokenizer
+from flashckpt.trainer.hub.hub_config import from_hub
 from flashckpt.trainer.hub.source import HubFolder
 from flashckpt.trainer.hub.start import with_model_of_weights
 from flashckpt.trainer.hub.weights import load
@@ -94,6 +96,20 @@ def make_theirs(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> 
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.to(dtype).save_pretrained(folder)
     return model.float()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_key_that_is_not_there_means_what_it_means_to_transformers(name: str, tmp_path: Path) -> None:
+    make_theirs(name, tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())
+    kind = type(transformers.AutoConfig.from_pretrained(tmp_path))
+    for key in said.keys() - {"model_type"}:
+        left = {other: value for other, value in said.items() if other != key}
+        try:
+            found = from_hub(left, key)
+        except ConfigError:
+            continue
+        assert found == from_hub({**kind(**left).to_dict(), "model_type": said["model_type"]}, key), key
 
 
 def tokens() -> torch.Tensor:

@@ -39,7 +39,7 @@ SHAPES: dict[tuple[Any, str], list[str]] = {
     ],
     (DdpCheckpointer, "save_checkpoint"): ["self", "step", "state_dict", "path=''", "storage_type=DISK"],
     (DdpCheckpointer, "load_checkpoint"): ["self", "resume_path=''"],
-    (DdpCheckpointer, "wait_latest_checkpoint"): ["self", "timeout=1800"],
+    (DdpCheckpointer, "wait_latest_checkpoint"): ["self", "timeout=1800", "max_steps=None"],
     (FsdpShardCheckpointer, "__init__"): [
         "self", "checkpoint_dir", "comm_backend=''", "deletion_strategy=None", "save_timeout=600",
     ],
@@ -47,7 +47,7 @@ SHAPES: dict[tuple[Any, str], list[str]] = {
         "self", "step", "model", "optimizer", "extra_sd=None", "path=''", "storage_type=DISK",
     ],
     (FsdpShardCheckpointer, "load_checkpoint"): ["self", "model", "optimizer", "resume_path=''"],
-    (FsdpShardCheckpointer, "wait_latest_checkpoint"): ["self", "timeout=1800"],
+    (FsdpShardCheckpointer, "wait_latest_checkpoint"): ["self", "timeout=1800", "max_steps=None"],
     (FsdpFullCheckpointer, "__init__"): [
         "self", "checkpoint_dir", "comm_backend=''", "deletion_strategy=None", "save_timeout=600",
     ],
@@ -55,7 +55,7 @@ SHAPES: dict[tuple[Any, str], list[str]] = {
         "self", "step", "model", "optimizer", "extra_sd=None", "path=''", "storage_type=DISK",
     ],
     (FsdpFullCheckpointer, "load_checkpoint"): ["self", "model", "optimizer", "resume_path=''"],
-    (FsdpFullCheckpointer, "wait_latest_checkpoint"): ["self", "timeout=1800"],
+    (FsdpFullCheckpointer, "wait_latest_checkpoint"): ["self", "timeout=1800", "max_steps=None"],
     (DeepSpeedCheckpointer, "__init__"): [
         "self", "engine", "checkpoint_dir", "comm_backend=''", "deletion_strategy=None", "save_timeout=600",
     ],
@@ -66,7 +66,7 @@ SHAPES: dict[tuple[Any, str], list[str]] = {
         "self", "load_dir", "tag=None", "load_module_strict=True", "load_optimizer_states=True",
         "load_lr_scheduler_states=True", "load_module_only=False", "custom_load_fn=None",
     ],
-    (DeepSpeedCheckpointer, "wait_latest_checkpoint"): ["self", "timeout=1800"],
+    (DeepSpeedCheckpointer, "wait_latest_checkpoint"): ["self", "timeout=1800", "max_steps=None"],
     (dlrover_megatron.MegatronCheckpointer, "__init__"): [
         "self", "checkpoint_dir", "storage=None", "comm_backend=''", "save_timeout=600", "replica_count=0",
     ],
@@ -145,6 +145,19 @@ def test_a_state_dict_comes_back_from_memory_bit_for_bit(tmp_path: Path) -> None
     other.load_state_dict(found["model"])
     of_other.load_state_dict(found["optimizer"])
     crash(again.checkpointer)
+
+
+def test_a_load_after_a_save_or_a_load_is_refused_in_its_own_words(tmp_path: Path) -> None:
+    model, optimizer = built()
+    saved, loaded = (DdpCheckpointer(str(tmp_path / name), job=name) for name in ("saved", "loaded"))
+    saved.save_checkpoint(1, {"w": torch.ones(3)}, storage_type=StorageType.MEMORY)
+    assert loaded.load_checkpoint() == {}
+    of_model = FsdpShardCheckpointer(str(tmp_path / "model"), job="model")
+    of_model.save_checkpoint(1, model, optimizer, storage_type=StorageType.MEMORY)
+    for flash, arguments in ((saved, ()), (loaded, ()), (of_model, (model, optimizer))):
+        with pytest.raises(ConfigError, match=r"load_checkpoint\(\) after"):
+            flash.load_checkpoint(*arguments)
+        crash(flash.checkpointer)
 
 
 def test_a_run_that_loads_nothing_begins_from_scratch(tmp_path: Path) -> None:

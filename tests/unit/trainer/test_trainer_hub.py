@@ -116,6 +116,9 @@ def test_both_ways_to_write_positions_are_read() -> None:
         ("llama", {"attention_bias": True}, "attention_bias = True"),
         ("llama", {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+        ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_parameters.full_attention"),
+        ("llama", {"rope_scaling": {"type": "default", "mrope_section": [2, 1]}}, "rope_scaling.mrope_section"),
+        ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 9.0}}, "rope_scaling.factor"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
         ("llama", {"hidden_size": "absent"}, "no 'hidden_size'"),
         ("llama", {"hidden_size": "wide"}, "model.dim has the wrong type"),
@@ -216,6 +219,45 @@ def test_bad_words_are_one_error(words: list[str], code: int, said: str, tmp_pat
     assert main(["hub", *(places.get(word, word) for word in words)]) == code
     assert said in capfd.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("kind", "key", "value"), [
+    ("mistral", "sliding_window", 4096), ("mistral", "num_key_value_heads", 8), ("mixtral", "sliding_window", 0),
+    ("qwen3", "head_dim", 128), ("llama", "max_position_embeddings", 2048), ("qwen2", "num_key_value_heads", 32),
+])  # fmt: skip
+def test_a_key_that_is_not_there_has_the_value_of_its_family(kind: str, key: str, value: int) -> None:
+    config = to_hub(MODELS[kind], 32, "float32") | {"num_attention_heads": 32, "hidden_size": 64}
+    config.pop(key)
+    names = {"sliding_window": "window", "num_key_value_heads": "kv_heads", "max_position_embeddings": "context"}
+    assert getattr(from_hub(config, ""), names.get(key, key)) == value
+
+
+@pytest.mark.parametrize(("name", "shape", "is_taken"), [
+    ("model.layers.0.self_attn.q_proj.bias", (16,), False), ("model.layers.2.input_layernorm.weight", (16,), False),
+    ("score.weight", (1, 16), False), ("model.layers.0.self_attn.rotary_emb.inv_freq", (2,), True),
+])  # fmt: skip
+def test_tensors_that_the_model_does_not_have_are_refused_by_name(
+    name: str, shape: tuple[int, ...], is_taken: bool, tmp_path: Path
+) -> None:
+    folder = write_hub(tmp_path / "hf", MODELS["llama"])
+    save_file({name: torch.ones(shape)}, folder / "model-more.safetensors")
+    if is_taken:
+        assert name not in {tensor.theirs for parts in HubFolder(folder).parts.values() for tensor, _ in parts}
+        return
+    with pytest.raises(ConfigError, match=name.replace(".", r"\.")):
+        HubFolder(folder)
+
+
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_a_head_beside_a_tied_embedding_is_equal_to_it_or_refused(is_equal: bool, tmp_path: Path) -> None:
+    folder = write_hub(tmp_path / "hf", MODELS["qwen2"])
+    embedding = tensors_in(folder)["model.embed_tokens.weight"]
+    save_file({"lm_head.weight": embedding if is_equal else embedding + 1}, folder / "model-more.safetensors")
+    if is_equal:
+        HubFolder(folder)
+        return
+    with pytest.raises(ConfigError, match=r"lm_head\.weight equal to the embedding"):
+        HubFolder(folder)
 
 
 def test_a_folder_that_is_not_whole_is_refused(tmp_path: Path) -> None:
