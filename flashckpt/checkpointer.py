@@ -15,7 +15,7 @@ from typing_extensions import Self
 
 from flashckpt import callbacks, collectives
 from flashckpt.errors import ConfigError, FlashckptError, PersistError
-from flashckpt.logs import guarded, notice
+from flashckpt.logs import guarded, notice, show_own_errors_plainly
 from flashckpt.opening import Opening
 from flashckpt.report import RestoreReport
 from flashckpt.restore.coordinator import RestoreCoordinator, RestoreRequest
@@ -25,11 +25,12 @@ from flashckpt.session import Session
 from flashckpt.settings import Settings
 from flashckpt.shm.job_id import job_id, root_url
 from flashckpt.state.data_sources import PAGE, continuation_of
-from flashckpt.state.placement import current_world
+from flashckpt.state.placement import current_world, trainable
 from flashckpt.state.registry import StateRegistry
 from flashckpt.storage.factory import check_options, is_process_local
 
 _logger = logging.getLogger("flashckpt")
+show_own_errors_plainly()
 
 
 class Checkpointer:
@@ -223,10 +224,11 @@ class Checkpointer:
         return self._restored(wanted, warm=root is not None)
 
     def _restored(self, request: RestoreRequest, *, warm: bool) -> RestoreReport | None:
-        if self._session is not None:
-            report: RestoreReport | None = self._warm_start_after(request, given=warm)
-        else:
-            report = self._begin(request, warm=warm)
+        with trainable(self._tracked.parts()):
+            if self._session is not None:
+                report: RestoreReport | None = self._warm_start_after(request, given=warm)
+            else:
+                report = self._begin(request, warm=warm)
         if report is not None:
             notice(_logger, "%s", report, is_shown=self._tracked.world.rank == 0)
             self._call("on_restore", self.on_restore, report)

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
+import traceback
+import types
+from pathlib import Path
 from typing import Any
 
+from flashckpt.errors import FlashckptError
 from flashckpt.printable import PrintableFormatter
 
 
@@ -62,3 +67,28 @@ def notice(logger: logging.Logger, text: str, *args: object, is_shown: bool = Tr
 def guarded(logger: logging.Logger) -> GuardedLogger:
     """Return a logger of the same name that never raises."""
     return GuardedLogger(logger, {})
+
+
+def show_own_errors_plainly() -> None:
+    """Let an error of this project that nobody catches end in its message, below the program's own lines alone.
+
+    FLASHCKPT_TRACEBACK=1 shows every frame, as does a hook that the program sets later.
+    """
+    previous = sys.excepthook
+    if getattr(previous, "__module__", "") == __name__:
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        if not isinstance(error, FlashckptError) or os.environ.get("FLASHCKPT_TRACEBACK", "0") not in {"", "0"}:
+            previous(kind, error, trace)
+            return
+        with contextlib.suppress(Exception):
+            own = [frame for frame in traceback.extract_tb(trace) if not _is_ours(frame.filename)]
+            lines = ["Traceback (most recent call last):\n", *traceback.format_list(own)] if own else []
+            sys.stderr.write("".join([*lines, f"{kind.__module__}.{kind.__qualname__}: {error}\n"]))
+
+    sys.excepthook = hook
+
+
+def _is_ours(file: str) -> bool:
+    return file.startswith(str(Path(__file__).parent) + os.sep) or Path(file).name == "contextlib.py"

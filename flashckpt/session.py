@@ -15,7 +15,7 @@ from flashckpt.agent_folder import agent_folder
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.core.snapshot_request import SnapshotRequest
 from flashckpt.durability import Waiting, Wanted, persisting_fails
-from flashckpt.errors import DamagedError, FormatVersionError
+from flashckpt.errors import DamagedError, FormatVersionError, UnsupportedStateError
 from flashckpt.logs import guarded
 from flashckpt.node_place import Callback, NodePlace, OpenedJob
 from flashckpt.settings import next_step
@@ -68,6 +68,7 @@ class Session:
         )
         self._last_step, self._stepped_at, self._optimizer_steps = self._row.step, 0, 0
         self._pauses, self._pause_lock = 0, threading.Lock()
+        self._has_taken, self._refused = self.outcome.report is not None, set[str]()
         self._is_removed = False
         self._note_restored()
         self._committed: SnapshotId | None = None
@@ -156,8 +157,13 @@ class Session:
     def _take(self, step: int) -> bool:
         """Begin a snapshot of the present state; False, at once, where no slot can be written now."""
         self.tracked.unread.clear()  # training is on its way: what a source says now is where it is
-        captured = self.tracked.capture()
-        plan, captured = self._plans.of(captured)
+        try:
+            plan, captured = self._plans.of(self.tracked.capture())
+        except UnsupportedStateError as error:
+            if not self._has_taken:  # as at the start: nothing of this run could ever be kept
+                raise
+            self._discard(step, error)
+            return True
         if not self.memory.has_slot:
             return False
         record = self.outcome.record
@@ -179,7 +185,19 @@ class Session:
             self._wanted.begun(request.id)
         self._stager.prepare(plan, writer, captured, request, optimizer_steps=self._optimizer_steps)
         self._skips.taken(step)
+        self._has_taken = True
         return True
+
+    def _discard(self, step: int, error: UnsupportedStateError) -> None:
+        """Continue without the snapshot of a step at which some state has become what no snapshot can hold."""
+        id_, is_owed = SnapshotId(self.outcome.record.number, step), self._wanted.owed is not None
+        self._count("discarded", 1)
+        self._wanted.discarded(id_, error, persist=is_owed)
+        self._watermark.publish(self.memory.complete(), low_watermark=id_)
+        if str(error) not in self._refused:
+            self._refused.add(str(error))
+            _log.error("[step %d] no snapshot, and none as long as this is so: %s", step, error)
+        self._call("on_failure", error)
 
     def plan_ahead(self, plan: CopyPlan | None = None) -> None:
         """Plan what the first snapshot will consist of; `plan` is of the structure built last, where there is one."""

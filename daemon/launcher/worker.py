@@ -241,9 +241,10 @@ def _report(request: dict[str, Any], error: BaseException) -> None:
 
 
 def _default_hook() -> bool:
-    """Return whether the script left the exception hook alone; init_process_group sets one that adds the rank."""
+    """Return whether the script left the exception hook alone; init_process_group sets one that adds the rank, and we do."""
     hook = sys.excepthook
-    return hook is sys.__excepthook__ or getattr(hook, "__module__", "") == "torch.distributed.distributed_c10d"
+    usual = {"torch.distributed.distributed_c10d", "flashckpt.logs"}
+    return hook is sys.__excepthook__ or getattr(hook, "__module__", "") in usual
 
 
 def _without_launcher(trace: types.TracebackType | None) -> types.TracebackType | None:

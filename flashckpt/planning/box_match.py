@@ -116,10 +116,7 @@ def row_boxes(table: ShardTable, rows: Sequence[int], box: Box) -> list[tuple[in
 
 def refuse_other_kind(shard: Shard, held: Shard, name: str) -> None:
     """Raise TensorMismatchError where a source's tensor has another dtype or global shape than the wanted one."""
-    for word, wanted, found in (
-        ("dtype", shard.dtype, held.dtype),
-        ("global shape", shard.global_shape, held.global_shape),
-    ):
+    for word, wanted, found in (("dtype", shard.dtype, held.dtype), ("shape", shard.global_shape, held.global_shape)):
         if wanted != found:
             raise TensorMismatchError(
                 f"the state holds {shard.fqn!r} with another {word} than the running model",

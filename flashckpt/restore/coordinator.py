@@ -178,7 +178,7 @@ class RestoreCoordinator:
         The root is asked as soon as memory alone does not do: it may hold what is missing of the very same snapshot.
         """
         error: FlashckptError | None = None
-        rejected: list[str] = []
+        rejected: list[Rejected] = []
         tried: set[tuple[SnapshotId, bool]] = set()
         while True:
             with self.phases("decide"):
@@ -188,17 +188,19 @@ class RestoreCoordinator:
                 root = self._ask_root()
                 continue
             if not left:
+                _say(rejected, but=str(error))
                 return _Search(found, root, error=error)
             candidate = left[0]
             tried.add((candidate.identity, candidate.on_root))
             answer = self._try(candidate, inventories, root, own)
             if not isinstance(answer, Rejected):
-                return _Search(found, root, candidate, replace(answer, passed_over=tuple(rejected)))
-            _log.warning("%s", answer.here)
+                _say(rejected)
+                sentences = tuple(one.everywhere for one in rejected)
+                return _Search(found, root, candidate, replace(answer, passed_over=sentences))
             if candidate.on_root and self.patience.again(may_pass=may_pass(answer.error), why=answer.here):
                 tried.discard((candidate.identity, True))  # an older one would lose steps for a moment's failure
                 continue
-            rejected.append(answer.everywhere)
+            rejected.append(answer)
             if error is None and (candidate.is_whole or self._is_explicit):
                 error = answer.error
 
@@ -281,6 +283,13 @@ class RestoreCoordinator:
         if explicit:
             step = self.request.step if self.request.step is not None else -1
             raise no_such_checkpoint(step, self.request.generation, search.found, self.request.root)
+
+
+def _say(rejected: Sequence[Rejected], but: str = "") -> None:
+    """Log why candidates were given up, without what is going to be raised: that is shown then."""
+    for one in rejected:
+        if str(one.error) != but:
+            _log.warning("%s", one.here)
 
 
 def _refuse_emptied_root(request: RestoreRequest, inventories: Sequence[Inventory], root: RootSummary) -> None:

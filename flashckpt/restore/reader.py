@@ -6,11 +6,12 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from flashckpt.errors import ConfigError
 from flashckpt.report import RestoreReport
 from flashckpt.restore.coordinator import RestoreCoordinator, RestoreRequest
 from flashckpt.settings import checked
 from flashckpt.shm.job_id import root_url
-from flashckpt.state.placement import current_world
+from flashckpt.state.placement import current_world, trainable
 from flashckpt.state.registry import StateRegistry
 from flashckpt.storage.factory import check_options
 
@@ -25,7 +26,19 @@ class Reader:
         self._mesh: Any = None
 
     def track(self, *, mesh: Any = None, **things: Any) -> None:
-        """Name the objects to fill, as `Checkpointer.track`."""
+        """Name the objects to fill, as `Checkpointer.track`; its other settings are of runs that take snapshots.
+
+        Raises:
+            ConfigError: One of them is given.
+        """
+        if settings := [name for name in ("rng", "replicated_over", "fenced", "exclude") if name in things]:
+            raise ConfigError(
+                f"readonly() has no {settings[0]}= in track()",
+                found=f"{settings[0]}={things[settings[0]]!r}",
+                expected="mesh=, and the objects to fill by name",
+                state="Nothing was read.",
+                remedy="leave it out: random state belongs to the run that continues, and what is not tracked stays as it is",
+            )
         self._mesh = mesh if mesh is not None else self._mesh
         self._things |= things
 
@@ -45,4 +58,5 @@ class Reader:
         for name, thing in self._things.items():
             tracked.add(name, thing)
         request = RestoreRequest(root=self._root, step=step, generation=generation, only=only, strict=strict)
-        return RestoreCoordinator(tracked=tracked, directory=None, options=self._options, request=request).read()
+        with trainable(tracked.parts()):
+            return RestoreCoordinator(tracked=tracked, directory=None, options=self._options, request=request).read()

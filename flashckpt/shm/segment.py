@@ -231,6 +231,14 @@ class Segment:
         if self._owned or not self._lease.held_by_other(_OWNER_BYTE):
             return
         pid = decode_owner(os.pread(self._fd, 64, OWNER_AT))
+        if pid == os.getpid():
+            raise JobInUseError(
+                "an earlier Checkpointer of this process was not closed",
+                found=f"job {self.spec.job!r} is held by this very process, {pid}",
+                expected="one open Checkpointer per job",
+                state="Nothing was changed.",
+                remedy="call close() on the earlier one before another begins (run again, a cell of a notebook makes a second one)",
+            )
         raise JobInUseError(
             f"job {self.spec.job!r} is already running on this node",
             found=f"rank {self.spec.rank} is held by {describe_process(pid)}",

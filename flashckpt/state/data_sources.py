@@ -161,6 +161,21 @@ def refusal_of(thing: Any) -> tuple[str, str] | None:
     return None
 
 
+def remedy_for(thing: Any) -> str:
+    """Return what to do with an object that has no state to track, and is no source of data."""
+    if hasattr(thing, "readline") or hasattr(thing, "fileno"):
+        return (
+            "a file has no state: track an object whose state_dict() returns {'at': file.tell()}, and whose "
+            "load_state_dict(state) calls file.seek(state['at'])"
+        )
+    if callable(getattr(thing, "state_dict", None)):
+        return "give it load_state_dict(state) too"
+    return (
+        "leave out what the program makes alike at each start, such as its configuration; what changes goes into an object "
+        "whose state_dict() returns it as a dict, and whose load_state_dict(state) takes it back"
+    )
+
+
 def _keeps_state(data: Any) -> bool:
     return callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))
 

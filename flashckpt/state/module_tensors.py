@@ -21,6 +21,7 @@ from flashckpt.errors import ConfigError
 from flashckpt.state import modules
 from flashckpt.state.box_sets import FORM
 from flashckpt.state.exclusion import Exclusion, refuse_trained
+from flashckpt.state.placement import dtype_name
 
 _PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer})
 _LAYOUT = operator.attrgetter("layout")
@@ -103,6 +104,7 @@ def collect(parts_by_label: Mapping[str, Sequence[nn.Module]], exclusion: Exclus
     if exclusion:
         found = _without_excluded(found, exclusion)
     modules.refuse_lazy(found.names, found.tensors)
+    _refuse_nested(found)
     refuse_coordinates(found.names)
     doubles = _storages_met_twice(found.tensors, map(_LAYOUT_IN_FORM, found.forms))
     if doubles is None or doubles or len(set(found.names)) < len(found.names):
@@ -121,6 +123,16 @@ def refuse_coordinates(names: Sequence[str]) -> None:
             state="Nothing was tracked.",
             remedy="give the parameter, buffer or module another name, or leave it out with track(exclude=)",
         )
+
+
+def _refuse_nested(found: ModuleTensors) -> None:
+    """Refuse a nested tensor by name: one that is strided cannot even be asked for its shape."""
+    try:
+        found.forms  # noqa: B018 -- kept by it, and needed next
+    except RuntimeError:
+        for name, tensor in zip(found.names, found.tensors, strict=True):
+            dtype_name(name, tensor, takes_meta=True)
+        raise
 
 
 def _without_excluded(found: ModuleTensors, exclusion: Exclusion) -> ModuleTensors:
@@ -283,6 +295,14 @@ def first_shared(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> tuple
         if known != name:
             return known, name
     return None
+
+
+def are_global(parts: Sequence[nn.Module]) -> bool:
+    """Whether no two tensors of some modules have one name: then a list of them is parts of one model, and else a module."""
+    found, by_name = ModuleTensors(), dict[str, torch.Tensor]()
+    for part in parts:
+        _walk(found, "", part, Exclusion())
+    return all(by_name.setdefault(n, t) is t for n, t in zip(found.names, found.tensors, strict=True))
 
 
 def two_of_one_name(full: str) -> ConfigError:

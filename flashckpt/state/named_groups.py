@@ -145,6 +145,8 @@ class Groups:
         every = {name for group in names for name in group}
         home = next((homes for homes in reversed(self._homes) if every <= homes.keys()), self._home)
         refs = [list(dict.fromkeys(home[name] for name in group if name in home)) for group in names]
+        if not any(refs) and len(held) == len(names):  # a replica that is new: nothing is known of it by name
+            refs = [[Ref(value, at, j)] for j in range(len(names))]
         found = GroupMatch(optimizer, names, self._with_empty(at, names, refs))
         return GroupMatch(optimizer, names, found.refs, dict(self._conflicts(found)))
 

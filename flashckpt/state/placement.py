@@ -6,10 +6,11 @@ hand: that formula is wrong for the strided shards of FSDP2 over tensor parallel
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -243,6 +244,8 @@ def dtype_name(name: str, tensor: torch.Tensor, *, takes_meta: bool = False) -> 
     kind = ""
     if local.is_meta and not takes_meta:
         kind = "a tensor on the meta device, which has no values yet"
+    elif local.is_nested:
+        kind = "a nested tensor"
     elif local.layout is not torch.strided or local.is_quantized or dtype not in ITEMSIZE:
         kind = f"a tensor of layout {local.layout} and dtype {local.dtype}"
     elif type(local) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and not _is_plain(local):
@@ -323,3 +326,14 @@ def shard_of(fqn: str, dtype: str, box: LocalBox, replica: int | None = None) ->
 def box_bytes(dtype: str, boxes: Sequence[LocalBox]) -> int:
     """Return the bytes of all boxes."""
     return sum(math.prod(box.lengths) for box in boxes) * ITEMSIZE[dtype]
+
+
+@contextlib.contextmanager
+def trainable(parts: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Leave torch's inference mode where modules can be trained: state made in it could never be changed outside."""
+    is_inside = torch.is_inference_mode_enabled()
+    if not is_inside or any(param.is_inference() for part in parts for param in part.parameters()):
+        yield
+        return
+    with torch.inference_mode(mode=False), torch.no_grad():
+        yield

@@ -86,6 +86,8 @@ class _Apart:
     def _tensor(self, tensor: torch.Tensor, path: str) -> dict[str, Any]:
         if (known := self._names.get(id(tensor))) is not None:
             return {_MARK: "tensor", "name": known, "device": str(tensor.device)}
+        if tensor.is_nested:
+            _refuse(path, tensor, "a nested tensor")
         mark: dict[str, Any] = {_MARK: "tensor", "name": path, "device": str(tensor.device)}
         if isinstance(tensor, DTensor):
             if self._mesh is None or tensor.device_mesh != self._mesh:

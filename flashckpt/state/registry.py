@@ -14,11 +14,17 @@ from torch.distributed.tensor import DTensor
 from flashckpt.errors import ConfigError, UnsupportedStateError
 from flashckpt.state import left_out, modules, optimizer_extra, optimizer_state, samplers
 from flashckpt.state.captured import Captured
-from flashckpt.state.data_sources import begins_when_read, fetches_when_read, may_be_read_first, refusal_of
+from flashckpt.state.data_sources import (
+    begins_when_read,
+    fetches_when_read,
+    may_be_read_first,
+    refusal_of,
+    remedy_for,
+)
 from flashckpt.state.deferred_optimizer import DeferredState
 from flashckpt.state.depth import refuse_deep
 from flashckpt.state.exclusion import Exclusion
-from flashckpt.state.module_tensors import ModuleTensors, collect, may_share
+from flashckpt.state.module_tensors import ModuleTensors, are_global, collect, may_share
 from flashckpt.state.parts import TensorPart, parts_of
 from flashckpt.state.placement import World
 from flashckpt.state.state_layout import StateLayout
@@ -105,7 +111,8 @@ class StateRegistry:
                 expected="a separate name for every tracked object",
             )
         thing = unwrapped(thing)
-        parts = list(thing) if isinstance(thing, (list, tuple, nn.ModuleList)) else [thing]
+        is_list = isinstance(thing, (list, tuple)) or (isinstance(thing, nn.ModuleList) and are_global(list(thing)))
+        parts = list(thing) if is_list else [thing]
         if parts and all(isinstance(p, nn.Module) for p in parts):
             refuse_deep(name, *parts)
             for part in parts:
@@ -127,7 +134,7 @@ class StateRegistry:
             self.unread |= {name} if begins_when_read(thing) else set()
         else:
             anything = "a module, an optimizer, a list of them, or anything with state_dict() and load_state_dict()"
-            expected, remedy = refusal_of(thing) or (anything, "")
+            expected, remedy = refusal_of(thing) or (anything, remedy_for(thing))
             raise ConfigError(
                 f"cannot track {name!r}",
                 found=f"an object of class {type(thing).__qualname__}",

@@ -132,7 +132,7 @@ def check_same(state: SamplerState, own: SamplerState) -> None:
         recorded, here = getattr(state, name), getattr(own, name)
         if recorded != here:
             raise SamplerStateError(
-                f"the sampler was resumed with another {label}",
+                f"the sampler was resumed with another {'number of ' * (name == 'length')}{label}",
                 found=f"{label} {here} in this run",
                 expected=f"{label} {recorded} as recorded (epoch {state.epoch}, offset {state.offset})",
                 state="The sampler keeps its position; nothing was loaded.",

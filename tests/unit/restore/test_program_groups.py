@@ -14,14 +14,17 @@ from typing import Any
 
 import pytest
 import torch
+from support.engine import parallel_net
 from support.exact import bits, started, step_once
 from support.one_rank import agent_of_the_test, crash  # noqa: F401 -- one is a fixture
+from support.ranks import run_ranks, values
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import SWALR
 
 from flashckpt import Checkpointer
 from flashckpt.errors import FlashckptError
+from flashckpt.state.placement import local_of
 from flashckpt.state.value_reader import ValueReader
 
 Rates = dict[str, float]
@@ -352,3 +355,48 @@ def test_state_has_the_order_in_which_an_unbroken_run_makes_it(tmp_path: Path) -
     unbroken = Program(BASE[::-1])
     unbroken.step(1)
     assert order(program) == order(unbroken)
+
+
+def sharded_life(_rank: int, root: str, kind: str) -> dict[str, Any]:
+    """Train unbroken; and three steps, to go on in another order of groups; return what differs."""
+
+    def life(order: int, first: int, last: int, *, kept: bool) -> Any:
+        model, mesh = parallel_net(kind)
+        named = [(name.removeprefix("module."), p) for name, p in model.named_parameters()]
+        groups = [
+            {"params": [p for n, p in named if n.endswith(end)], "lr": lr}
+            for end, lr in (("bias", 0.01), ("weight", 0.1))
+        ]
+        optimizer = torch.optim.AdamW(groups[::order])
+        scheduler = schedulers.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch))
+        ckpt = Checkpointer(root, snapshot_every=1, job="t")
+        if kept:
+            ckpt.track(model=model, optimizer=optimizer, scheduler=scheduler, mesh=mesh, rng=True)
+            ckpt.restore()
+        for number in range(first, last + 1):
+            torch.manual_seed(number)
+            optimizer.zero_grad()
+            model(torch.randn(4, 24)).pow(2).mean().backward()
+            optimizer.step()
+            scheduler.step()
+            if kept:
+                ckpt.step(number)
+        held = {n: [p, *optimizer.state[p].values()] for n, p in named}
+        of = {
+            name: next(g["lr"] for g in optimizer.param_groups if any(p is q for q in g["params"])) for name, p in named
+        }
+        tensors = {n: [float(local_of(t.detach()).double().sum()).hex() for t in own] for n, own in held.items()}
+        if kept:
+            crash(ckpt)
+        return [tensors, of]
+
+    unbroken = life(1, 1, 5, kept=False)
+    life(1, 1, 3, kept=True)
+    restarted = life(-1, 4, 5, kept=True)
+    return {"unbroken": unbroken, "restarted": restarted}
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_groups_in_another_order_go_on_on_two_ranks(kind: str, tmp_path: Path) -> None:
+    for found in values(run_ranks(sharded_life, 2, str(tmp_path), kind)):
+        assert found["restarted"] == found["unbroken"]
