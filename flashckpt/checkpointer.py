@@ -24,6 +24,7 @@ from flashckpt.restore.reader import Reader
 from flashckpt.session import Session
 from flashckpt.settings import Settings
 from flashckpt.shm.job_id import job_id, root_url
+from flashckpt.state.coverage import coverage
 from flashckpt.state.data_sources import PAGE, continuation_of
 from flashckpt.state.placement import current_world, trainable
 from flashckpt.state.registry import StateRegistry
@@ -258,6 +259,8 @@ class Checkpointer:
     def _begin(self, request: RestoreRequest, *, warm: bool) -> RestoreReport | None:
         initialised_ns = time.monotonic_ns()
         self._tracked.world = current_world(self._mesh, self._replicated_over)
+        if self._tracked.world.rank == 0:
+            notice(_logger, "%s", coverage(self._tracked))
         report = self._read(request) if warm else None
         own = RestoreRequest(root=self._settings.root) if warm else request
         opening = Opening(tracked=self._tracked, settings=self._settings, request=own, begins_fresh=warm)
@@ -347,6 +350,10 @@ class Checkpointer:
         if session is None:
             return
         clean = sys.exc_info()[0] is None and not session.should_stop
+        if clean and not session.has_stepped and session.outcome.report is None and self._tracked.world.rank == 0:
+            guarded(_logger).warning(
+                "close() without one step(): no snapshot was taken; call step(n) after each optimizer step"
+            )
         session.close()
         if clean and not session.has_agent:
             with contextlib.suppress(RuntimeError):  # a rank that died meanwhile: then the job did not end cleanly

@@ -227,6 +227,13 @@ class Session:
         self._count("complete_s", snapshot.done_s - snapshot.started_s)
         self._count("copy_cpu_s", snapshot.cpu_s)
         self._note_where(snapshot)
+        if snapshot.nonfinite:
+            _log.warning(
+                "%r holds NaN or infinity in the snapshot of step %d, and so will later ones: restore an earlier step "
+                "(flashckpt ls shows them); a few elements of each parameter and of optimizer state are looked at, said once",
+                snapshot.nonfinite,
+                snapshot.request.id.step,
+            )
         if self._stale.look(snapshot):
             _log.warning(
                 "three snapshots up to step %d hold equal parameters and optimizer state although the optimizer "

@@ -29,6 +29,7 @@ from flashckpt.snapshot.copy import (
 from flashckpt.snapshot.copy_plan import CopyPlan
 from flashckpt.snapshot.crowding import CoreTime, Crowding
 from flashckpt.snapshot.device import DeviceCopier
+from flashckpt.snapshot.nonfinite import FiniteWatch
 from flashckpt.snapshot.offer import Offer
 from flashckpt.snapshot.runs import digest_in_slot, places_of
 from flashckpt.snapshot.version_counters import Counts, counter_path
@@ -57,6 +58,7 @@ class Snapshot:
         offer: What the training thread takes part in at the fence.
         is_copied_here: Whether the training thread has copied it, in `hand_over`.
         found_full: Whether from now on the training thread copies, as no core was free for this copy.
+        nonfinite: Name of a tensor in it that holds NaN or infinity, once in a run; "" else.
         started_s, copied_s, done_s: `time.perf_counter()` of the phases.
     """
 
@@ -81,6 +83,7 @@ class Snapshot:
     batches: Any = ()
     is_copied_here: bool = False
     found_full: bool = False
+    nonfinite: str = ""
     lock: threading.Lock = field(default_factory=threading.Lock)
     offer: Offer = field(default_factory=Offer)
 
@@ -135,7 +138,7 @@ class Stager:
         self._on_complete, self._on_failure = on_complete, on_failure
         self._queue: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._lanes, self._crowding = DeviceCopier(), Crowding()
+        self._lanes, self._crowding, self._finite = DeviceCopier(), Crowding(), FiniteWatch()
         self._prepared: Snapshot | None = None
         self.current: Snapshot | None = None
 
@@ -293,6 +296,7 @@ class Stager:
 
     def _commit(self, snapshot: Snapshot, digests: np.ndarray) -> None:
         layout = snapshot.plan.layout
+        snapshot.nonfinite = self._finite.look(snapshot.plan, snapshot.buffer)
         values = snapshot.values.packed()
         manifest = Manifest.of(snapshot.request, table=layout.table, digests=digests, values=values)
         encoded = encode_manifest(manifest, table_bytes=layout.table_bytes)

@@ -1,0 +1,142 @@
+"""What is tracked and what is not, in one line for the start: as far as it shows in objects that are there, without a false alarm."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from flashckpt.state import samplers
+from flashckpt.state.data_sources import begins_when_read, continuation_of
+from flashckpt.state.registry import StateRegistry
+
+_DRAWING = frozenset(
+    [
+        "rand",
+        "randn",
+        "randint",
+        "random",
+        "choice",
+        "choices",
+        "uniform",
+        "normal",
+        "gauss",
+        "shuffle",
+        "bernoulli",
+        "randperm",
+        "rand_like",
+        "randn_like",
+        "sample",
+    ]
+)
+_SEEDED = frozenset(["generator", "Generator", "manual_seed", "default_rng", "RandomState", "seed"])
+_RANDOM_TRANSFORM = re.compile(r"\b(Random|AutoAugment|TrivialAugment|AugMix|ColorJitter|GaussianBlur)|\(p=0?\.")
+_DEPTH = 3
+_OTHERS = frozenset({"flashckpt", "torch", "lightning", "transformers", "accelerate", "_pytest", "pluggy", "runpy"})
+
+
+def coverage(tracked: StateRegistry) -> str:
+    """Return the line: names that are tracked, and what a restart will not have."""
+    names = [*tracked.modules, *tracked.optimizers, *tracked.objects, *(["random state"] if tracked.rng else [])]
+    lacking = list(_lacking(tracked))
+    rest = f"; not tracked: {', '.join(lacking)}" if lacking else ""
+    return f"tracked: {', '.join(names) or 'nothing'}{rest}"
+
+
+def _lacking(tracked: StateRegistry) -> Iterator[str]:
+    loaders = _loaders()
+    if not any(map(_has_position, tracked.objects.values())) and (loaders or not tracked.rng):
+        seen = " (a DataLoader is there)" if loaders else ""
+        yield f"data position{seen}"
+    if not tracked.rng:
+        yield "random state (rng=True)"
+    yield from (f"the scheduler of {label}" for label in _unscheduled(tracked))
+    if any(_draws_in_workers(loader) for loader in loaders):
+        yield "what samples draw in loader workers (SeededSamples)"
+
+
+def _has_position(thing: Any) -> bool:
+    found = (thing, *getattr(thing, "__dict__", {}).values())
+    is_known = any(samplers.is_sampler(part) or continuation_of(part) is not None for part in found)
+    return is_known or begins_when_read(thing)
+
+
+def _loaders() -> list[DataLoader[Any]]:
+    """Return the loaders in the variables of the program: of the functions that are running, and one level below."""
+    found: dict[int, DataLoader[Any]] = {}
+    frame = inspect.currentframe()
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        values = [*frame.f_locals.values(), *(() if name in _OTHERS else frame.f_globals.values())]
+        parts = [part for value in values for part in _inside(value)]
+        found |= {id(one): one for one in (*values, *parts) if issubclass(type(one), DataLoader)}
+        frame = frame.f_back
+    return list(found.values())
+
+
+def _inside(value: Any) -> list[Any]:
+    if type(value) in (list, tuple):
+        return list(value)
+    is_object = not isinstance(value, (type, ModuleType)) and type(getattr(value, "__dict__", None)) is dict
+    return list(vars(value).values()) if is_object else []
+
+
+def _unscheduled(tracked: StateRegistry) -> Iterator[str]:
+    """Yield the optimizers that some scheduler has begun to set, and no tracked object is one of theirs."""
+    known = [one for thing in tracked.objects.values() for one in _schedulers_in(thing, _DEPTH)]
+    owners = {id(part) for one in known for part in _optimizers_of(one)}
+    own = {id(one) for one in tracked.all_optimizers()}
+    if known and not owners <= own:
+        return  # a scheduler of something that is wrapped: nobody can tell whose it is
+    for label, group in tracked.optimizers.items():
+        if any("initial_lr" in g for one in group if id(one) not in owners for g in one.param_groups):
+            yield label
+
+
+def _optimizers_of(scheduler: Any) -> list[Any]:
+    optimizer = scheduler.optimizer
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    return [optimizer]
+
+
+def _schedulers_in(thing: Any, depth: int) -> Iterator[Any]:
+    if (isinstance(thing, LRScheduler) or hasattr(thing, "base_lrs")) and hasattr(thing, "optimizer"):
+        yield thing
+    elif depth and not isinstance(thing, (torch.nn.Module, torch.Tensor, type)):
+        inside = thing if isinstance(thing, (list, tuple)) else getattr(thing, "__dict__", {}).values()
+        for part in list(inside):
+            yield from _schedulers_in(part, depth - 1)
+
+
+def _draws_in_workers(loader: DataLoader[Any]) -> bool:
+    """Whether it has workers, and a data set that draws from generators that nobody seeds for each sample."""
+    data: Any = loader.dataset
+    for _ in range(_DEPTH if loader.num_workers else 0):
+        if type(data).__name__ == "SeededSamples":
+            return False
+        if _draws(type(data)) or any(_RANDOM_TRANSFORM.search(repr(t)) for t in _transforms(data)):
+            return True
+        data = getattr(data, "dataset", None)
+    return False
+
+
+def _transforms(data: Any) -> list[Any]:
+    return [getattr(data, name) for name in ("transform", "transforms") if getattr(data, name, None) is not None]
+
+
+def _draws(kind: type) -> bool:
+    code = getattr(getattr(kind, "__getitem__", None), "__code__", None)
+    if code is None:
+        return False
+    words = {*code.co_names, *(w for c in code.co_consts if isinstance(c, tuple) for w in c if isinstance(w, str))}
+    return bool(words & _DRAWING) and not words & _SEEDED
+
+
+__all__ = ["coverage"]
