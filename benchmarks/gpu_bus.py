@@ -22,7 +22,7 @@ import torch
 from gpu_time import end_of
 
 from flashckpt.bench.measure import LoadWatch, document, interleave, summarise, write_json
-from flashckpt.snapshot import device as copies
+from flashckpt import accelerator
 
 PIECES = 64
 
@@ -70,7 +70,7 @@ class Bus:
         if not self.is_cuda:
             return
         started = time.perf_counter()
-        if not copies.register(address, self.nbytes, index=0):
+        if not accelerator.register(address, self.nbytes, index=0):
             self.refused["tmpfs, registered"] = "cudaHostRegister refused it"
             return
         self.register_s = time.perf_counter() - started

@@ -106,11 +106,6 @@ class Buffer:
         """Of its first byte."""
         return int(self.array.ctypes.data)
 
-    def part(self, offset: int, nbytes: int) -> np.ndarray:
-        """Return bytes of it, to be read."""
-        found: np.ndarray = self._array[offset : offset + nbytes]
-        return found
-
     def tensor(self, item: Item) -> torch.Tensor:
         """Return the destination of an item as a tensor of integers as wide as its elements."""
         flat = torch.from_numpy(self.array[item.offset : item.offset + item.nbytes])

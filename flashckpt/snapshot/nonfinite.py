@@ -34,7 +34,7 @@ class FiniteWatch:
         chosen = np.roll(self._rows, -self._next)[:_ROWS]
         self._next = (self._next + _ROWS) % max(1, len(self._rows))
         for row in chosen.tolist():
-            held = buffer.part(int(table.byte_offset[row]), int(table.nbytes[row]))
+            held = buffer.array[int(table.byte_offset[row]) :][: int(table.nbytes[row])]
             if not _is_finite(held, table.dtypes[int(table.dtype_id[row])]):
                 self._is_told = True
                 return table.fqn(row)

@@ -117,8 +117,10 @@ def test_a_restore_of_many_megabytes_goes_through_a_few_blocks(
     """Several threads fill blocks while others are on the wire; the host never holds as much as the state."""
     monkeypatch.setattr(device_rows, "BLOCKS", 3)
     made: Any = []
-    real = device_rows.DeviceRows._new_block
-    monkeypatch.setattr(device_rows.DeviceRows, "_new_block", lambda rows, on: (made.append(1), real(rows, on))[1])
+    real = device_rows.host_buffer
+    monkeypatch.setattr(
+        device_rows, "host_buffer", lambda nbytes, on, api=None: (made.append(1), real(nbytes, on, api=api))[1]
+    )
     model = nn.Sequential(*(nn.Linear(1500, 1500) for _ in range(8))).to(device)
     ckpt = opened(tmp_path / "root", model=model)
     assert ckpt._session is not None
