@@ -29,7 +29,6 @@ LACKS: list[dict[str, Any]] = [
     {},
     *({"refused": {kind: (501, "NotImplemented")}} for kind in ("batch", "uploads", "condition")),
     {"refused": {"batch": (400, "MalformedXML"), "uploads": (405, "MethodNotAllowed")}},
-    {"ignores_conditions": True},
     {"keeps_folders": True},
     {"range_error": (400, "InvalidArgument")},
     {"ignores_conditions": True, "keeps_folders": True, "refused": {"batch": (405, ""), "uploads": (501, "")},
@@ -119,7 +118,7 @@ def test_completion_that_is_never_answered_ends_in_an_error_and_shows_nothing(cl
 
 
 @both
-@pytest.mark.parametrize("refusal", [(405, "MethodNotAllowed"), (404, "NoSuchUpload"), (501, "NotImplemented")])
+@pytest.mark.parametrize("refusal", [(405, "MethodNotAllowed"), (404, "NoSuchUpload")])
 def test_refused_abort_does_not_hide_that_the_upload_failed(client: str, refusal: tuple[int, str]) -> None:
     with s3_stub(refused={"part": (500, "InternalError"), "abort": refusal}) as stub:
         store = open_store("s3://bucket/run", **stub.options(backend=client))
