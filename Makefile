@@ -73,7 +73,7 @@ $(FRAMEWORKS)/.ready: $(FRAMEWORKS_PINS) $(VENV)/.ready
 	echo "the package index does not answer in time: what is missing will be skipped"
 	touch $@
 
-FRAMEWORK_TESTS := $(addprefix tests/integration/frameworks/all_,$(addsuffix .py,frameworks integrations imports ray torchtitan deepspeed dlrover)) \
+FRAMEWORK_TESTS := $(addprefix tests/integration/frameworks/all_,$(addsuffix .py,frameworks integrations switches imports ray torchtitan deepspeed dlrover)) \
     tests/integration/dcp/upstream_e2e.py tests/integration/programs/test_recipes.py tests/integration/layouts/layouts_float8.py
 test-frameworks: $(FRAMEWORKS)/.ready  ## optimizers, modules, dtypes, wrappers, other projects: restored exactly or refused in time; the trainer's float8
 	$(FRAMEWORKS)/bin/python -m pytest --workers $(WORKERS) $(FRAMEWORK_TESTS)

@@ -11,6 +11,7 @@ record it: in `on_train_batch_end`. The data of the training is dealt by an elas
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, GradientAccumulationScheduler
@@ -51,7 +52,7 @@ class FlashCheckpoint(Checkpoint):  # type: ignore[misc]  # lightning is not the
         self._global_batch_size, self._seed = global_batch_size, seed
         self._batches: StepBatches | None = None
         self._done = 0
-        self._after_step: dict[str, Any] | None = None
+        self._after_batch: rng.Generators | None = None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Take the place of the data order, track what Lightning has made, and restore; no loader runs yet."""
@@ -71,6 +72,7 @@ class FlashCheckpoint(Checkpoint):  # type: ignore[misc]  # lightning is not the
         )
         if self.checkpointer.restore():
             _place(trainer.fit_loop, batches)
+            source.instance.is_resumed = True
         self._done = trainer.global_step
 
     def _deal(self, trainer: Any, made: Any) -> StepBatches:
@@ -100,13 +102,12 @@ class FlashCheckpoint(Checkpoint):  # type: ignore[misc]  # lightning is not the
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Say that a step is done, where the batch ended one."""
-        if trainer.global_step == self._done:
-            return
-        self._done = trainer.global_step
-        self.checkpointer.step(self._done, persist=self._may_be_last(trainer))
-        if self.checkpointer.should_stop:
-            trainer.should_stop = True
-        self._after_step = rng.capture()
+        if trainer.global_step != self._done:
+            self._done = trainer.global_step
+            self.checkpointer.step(self._done, persist=self._may_be_last(trainer))
+            if self.checkpointer.should_stop:
+                trainer.should_stop = True
+        self._after_batch = rng.Generators.now()
 
     def _may_be_last(self, trainer: Any) -> bool:
         """Whether no step may follow: that is known now, or an early stop decides it after this step."""
@@ -121,8 +122,8 @@ class FlashCheckpoint(Checkpoint):  # type: ignore[misc]  # lightning is not the
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Set the generators back: a run that resumes at this step does not validate it again, and must be the same."""
-        if self._after_step is not None and not trainer.sanity_checking:
-            rng.restore(self._after_step)
+        if self._after_batch is not None and not trainer.sanity_checking:
+            rng.restore(self._after_batch.packed())
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Wait for the last commit, give the memory up."""
@@ -133,7 +134,20 @@ class FlashCheckpoint(Checkpoint):  # type: ignore[misc]  # lightning is not the
 
 
 class _Loader(DataLoader[Any]):
-    """Says to Lightning that it continues in the middle of an epoch; its position is that of the tracked sampler."""
+    """Says to Lightning that it continues in the middle of an epoch; its position is that of the tracked sampler.
+
+    Lightning asks for an iterator of it long before the first batch, and what hooks and the loops of validation draw
+    comes between. After a restore it is made where the first batch is asked for, as it was in the unbroken run.
+    """
+
+    is_resumed = False
+
+    def __iter__(self) -> Any:
+        return self._made_late() if self.is_resumed else super().__iter__()
+
+    def _made_late(self) -> Iterator[Any]:
+        self.is_resumed = False
+        yield from super().__iter__()
 
     def state_dict(self) -> dict[str, Any]:
         return {}

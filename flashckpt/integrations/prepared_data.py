@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, SeedableRandomSampler
@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from flashckpt.errors import ConfigError, SamplerStateError
 from flashckpt.integrations.elastic_share import Share, check_share, elastic_in
+from flashckpt.state import rng
 
 _REMEDY = (
     "leave the loader out of prepare() and give it an ElasticSampler, or prepare it with "
@@ -109,6 +110,8 @@ class PreparedPosition:
     def __init__(self, loader: Any, *, ranks: int) -> None:
         self._loader, self._ranks = loader, ranks
         self._stage = "unused"
+        self._before_next: rng.Generators | None = None
+        self._replayed: dict[str, Any] | None = None
         if problem := self._problem():
             raise ConfigError(
                 "the position of a prepared loader cannot be resumed",
@@ -116,6 +119,31 @@ class PreparedPosition:
                 expected="a stateful loader in sequence, or shuffled by a seed",
                 remedy=_REMEDY,
             )
+        # prepare() began an iterator, which with workers deals the first epoch in another order than that of its seed
+        loader.load_state_dict({})
+        self._watch(loader)
+
+    def _watch(self, loader: Any) -> None:
+        """Note the generators before each batch that is fetched ahead, and fetch the first one after a restore with them."""
+        note, inner = loader._update_state_dict, loader.base_dataloader  # noqa: SLF001 -- called before each fetch
+
+        def _update_state_dict() -> None:
+            note()
+            self._before_next = rng.Generators.now()
+
+        loader._update_state_dict = _update_state_dict  # noqa: SLF001 -- as above
+        inner.__iter__ = lambda: self._begun(type(inner).__iter__(inner))  # as Accelerate asks for it, by this name
+
+    def _begun(self, made: Iterator[Any]) -> Iterator[Any]:
+        """Yield batches; the first one after a restore is one that had been fetched when the snapshot was taken."""
+        state, self._replayed = self._replayed, None
+        if state is not None:
+            now = rng.capture()
+            rng.restore(state)
+            first = next(made)
+            rng.restore(now)
+            yield first
+        yield from made
 
     def _problem(self) -> str:
         loader = self._loader
@@ -151,6 +179,7 @@ class PreparedPosition:
             "seed": getattr(_sampler_of(self._loader), "initial_seed", None),
             "shares": [self._ranks, self._loader.total_batch_size],
             "loader": dict(state),
+            "before_next": None if self._before_next is None else self._before_next.packed(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -172,6 +201,7 @@ class PreparedPosition:
         if state_dict["seed"] is not None:
             _sampler_of(self._loader).initial_seed = state_dict["seed"]
         is_end = state_dict["is_end"]
+        self._replayed = None if is_end else state_dict.get("before_next")
         self._loader.iteration = state_dict["epoch"] + is_end
         self._stage = "between" if is_end else "running"
         # at the end of an epoch: nothing, but the iterator that was made when it was first asked for its state

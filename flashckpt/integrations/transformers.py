@@ -127,6 +127,9 @@ class FlashCheckpoint(TrainerCallback):  # type: ignore[misc]  # transformers is
             state.epoch = self._batches.epochs_done
             if state.global_step >= state.max_steps:
                 self._batches.finish()
+            self._before_evaluation = (
+                rng.capture()
+            )  # with eval_on_start one comes now, as it did before the first step of all
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Say that the step is done; it is persisted if it is the last one, before Trainer loads its best model."""

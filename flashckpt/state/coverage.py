@@ -75,9 +75,17 @@ def _loaders() -> list[DataLoader[Any]]:
         name = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         values = [*frame.f_locals.values(), *(() if name in _OTHERS else frame.f_globals.values())]
         parts = [part for value in values for part in _inside(value)]
-        found |= {id(one): one for one in (*values, *parts) if issubclass(type(one), DataLoader)}
+        found |= {id(one): one for one in (*values, *parts) if _is_loader(one)}
         frame = frame.f_back
     return list(found.values())
+
+
+def _is_loader(value: Any) -> bool:
+    """Whether it says that it is one, as Accelerate's do; what answers no such question is none."""
+    try:
+        return isinstance(value, DataLoader)
+    except Exception:  # noqa: BLE001 -- any variable of the program: proxies, mocks
+        return False
 
 
 def _inside(value: Any) -> list[Any]:

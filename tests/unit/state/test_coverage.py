@@ -44,7 +44,10 @@ def said(root: Path, *, rng: bool, position: bool, scheduler: bool, data: Any, w
     sampler = ElasticSampler(data, dp_rank=0, dp_size=1, global_batch_size=4, seed=0)
     loader = DataLoader(data, batch_size=4, sampler=sampler, num_workers=workers)
     ckpt = Checkpointer(str(root), snapshot_every=1, job="t")
-    things = {"scheduler": schedule if scheduler else None, "data": loader.sampler if position else None}
+    things: dict[str, Any] = {
+        "scheduler": schedule if scheduler else None,
+        "data": loader.sampler if position else None,
+    }
     ckpt.track(model=model, optimizer=optimizer, rng=rng, **things)
     return coverage(ckpt._tracked)
 

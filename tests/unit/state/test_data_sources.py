@@ -102,7 +102,7 @@ OF_NUMBERS = ("sequence", "epoch", "epoch with state")
 
 def orders() -> dict[str, tuple[Callable[[], Any], Continuation]]:
     """Everything that may order the samples of a loader, and what a loader that it is given to is."""
-    weights = torch.ones(12)
+    weights = [1.0] * 12
     return {
         "sequence": (lambda: SequentialSampler(DATA), LOADER),
         "epoch": (lambda: DistributedSampler(DATA, num_replicas=1, rank=0), LOADER),
@@ -129,30 +129,33 @@ def sampler() -> ElasticSampler:
     return ElasticSampler(DATA, dp_rank=0, dp_size=1, global_batch_size=4, seed=0)
 
 
-ORDERS = orders()
+def ordered() -> dict[str, tuple[Callable[[], Any], Continuation | None]]:
+    """Each of them in a loader, in a batch sampler that keeps no state, and in nodes."""
+    found: dict[str, tuple[Callable[[], Any], Continuation | None]] = {}
+    for kind, (make, wanted) in orders().items():
+
+        def loader(make: Callable[[], Any] = make) -> Any:
+            return StatefulDataLoader(DATA, batch_size=2, sampler=make())
+
+        def by_batches(make: Callable[[], Any] = make) -> Any:
+            return StatefulDataLoader(DATA, batch_sampler=BatchSampler(make(), 2, drop_last=False))
+
+        def nodes(make: Callable[[], Any] = make) -> Any:
+            return Loader(Prefetcher(Batcher(SamplerWrapper(make()), 2), 2))
+
+        found[f"loader by {kind}"] = loader, wanted
+        found[f"loader by batches of {kind}"] = by_batches, LOADER if kind in OF_NUMBERS else ORDER_AGAIN
+        is_kept = wanted is LOADER and kind != "torchdata's random"
+        found[f"nodes by {kind}"] = nodes, NODES if is_kept else ORDER_AGAIN
+    return found
+
+
 SOURCES: dict[str, tuple[Callable[[], Any], Continuation | None]] = {
     "sampler": (sampler, ELASTIC),
     "batch sampler": (lambda: ElasticBatchSampler(sampler(), 2), ELASTIC),
     "loader of a sampler": (lambda: StatefulDataLoader(DATA, sampler=sampler()), ELASTIC),
     "loader": (lambda: StatefulDataLoader(DATA, batch_size=2, shuffle=True), LOADER),
-    **{
-        f"loader by {kind}": (lambda make=make: StatefulDataLoader(DATA, batch_size=2, sampler=make()), wanted)
-        for kind, (make, wanted) in ORDERS.items()
-    },
-    **{
-        f"loader by batches of {kind}": (
-            lambda make=make: StatefulDataLoader(DATA, batch_sampler=BatchSampler(make(), 2, drop_last=False)),
-            LOADER if kind in OF_NUMBERS else ORDER_AGAIN,
-        )
-        for kind, (make, _) in ORDERS.items()
-    },
-    **{
-        f"nodes by {kind}": (
-            lambda make=make: Loader(Prefetcher(Batcher(SamplerWrapper(make()), 2), 2)),
-            NODES if wanted is LOADER and kind != "torchdata's random" else ORDER_AGAIN,
-        )
-        for kind, (make, wanted) in ORDERS.items()
-    },
+    **ordered(),
     "loader of a shuffled stream of datasets": (
         lambda: StatefulDataLoader(foreign("datasets.iterable_dataset", "IterableDataset", base=Stream), batch_size=2),
         SHUFFLED_STREAM,
