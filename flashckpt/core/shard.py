@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -46,16 +45,19 @@ ALIGN_SMALL = 64
 SMALL_BYTES = 65536
 """Shards up to this size are packed together, larger ones start at ALIGN_LARGE."""
 
-_OWNER = re.compile(r"(?:@[^\W\d][^.@]*\d(?:\.[^\W\d][^.@]*\d)*)+$")
-
 
 def split_owner(name: str) -> tuple[str, str]:
     """Return (name, coordinate of the rank that it belongs to; "" for all): "w@pp0.tp1" is `w` of `pp0.tp1`.
 
     Any other "@" is part of the name: "x@rank0.weight" is a weight of a module "x@rank0".
     """
-    found = _OWNER.search(name) if "@" in name else None
-    return (name[: found.start()], name[found.start() + 1 :]) if found else (name, "")
+    base, owner = name, ""
+    while "@" in base:
+        head, _, tail = base.rpartition("@")
+        if not all(part and (part[0].isalpha() or part[0] == "_") and part[-1].isdecimal() for part in tail.split(".")):
+            break
+        base, owner = head, f"{tail}@{owner}" if owner else tail
+    return base, owner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

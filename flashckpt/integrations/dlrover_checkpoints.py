@@ -102,7 +102,7 @@ class Flash:
             raise ConfigError(
                 "load_checkpoint() after this checkpointer has loaded or saved",
                 expected="one load_checkpoint(), before the first save_checkpoint()",
-                state="What was saved is kept, and training may go on.",
+                state="What was saved is kept, and training may continue.",
                 remedy="load first; to go back to what was saved, start the job again, or close() this checkpointer after a save "
                 "to StorageType.DISK and load with another one",
             )

@@ -157,7 +157,7 @@ def _refuse_shared_bytes(places: Mapping[MetadataIndex, Any], folder: Path) -> N
             raise DamagedError(
                 f"{folder / METADATA} is damaged",
                 found=f"{name!r:.80} and {other!r:.80} share bytes of {file}",
-                expected="bytes of its own for each item",
+                expected="separate bytes for each item",
                 state="Nothing was imported.",
             )
 

@@ -54,7 +54,8 @@ class Renaming:
         for row in state.tensors:
             *place, leaf = state.paths.get(row.shard.fqn, (row.shard.fqn,))
             below.setdefault("".join(f"{part}." for part in place), []).append(modules.strip(str(leaf)))
-        named = [str(name) for key, names in state.values.items() if key.endswith(".params") for name in names or ()]
+        groups = [names for key, names in state.values.items() if key.endswith(".params") and isinstance(names, list)]
+        named = [str(name) for names in groups for name in names]
         if not any(name.startswith(_DDP) for name in named):  # torch's own names of an optimizer have no wrappers
             self._heads = [head for head, own in below.items() if all(name.startswith(_DDP) for name in own)]
 

@@ -45,7 +45,14 @@ def is_ours(path: Path) -> bool:
 
 
 def refuse_dtypes(tensors: Sequence[Outgoing]) -> None:
-    """Raise UnsupportedStateError where safetensors has no type for a tensor; names them."""
+    """Raise UnsupportedStateError where safetensors has no type or no name for a tensor; names them."""
+    if any(one.name == _METADATA for one in tensors):
+        raise UnsupportedStateError(
+            f"safetensors cannot hold a tensor named {_METADATA!r}",
+            expected="another name: that one is of its header",
+            state="Nothing was written.",
+            remedy="rename it with --rename, or use --format torch",
+        )
     if bad := [one for one in tensors if one.dtype not in _NAMES]:
         raise UnsupportedStateError(
             f"safetensors cannot hold {bad[0].name!r}" + (f" and {len(bad) - 1} more" if len(bad) > 1 else ""),

@@ -41,7 +41,7 @@ def read_folder(folder: Path, parameters: Sequence[str] | None, *, wants: Wants)
             found=", ".join(seconds[:4]),
             expected="the folder of a job with one of each",
             state="Nothing was imported.",
-            remedy="import the file of each model alone, each with --rename =NAME.",
+            remedy="import the file of each model alone, each with --rename =NAME",
         )
     has_order = _add_weights(folder, found)
     if wants(OPTIMIZER):

@@ -113,7 +113,7 @@ def collect(parts_by_label: Mapping[str, Sequence[nn.Module]], exclusion: Exclus
 
 
 def refuse_coordinates(names: Sequence[str]) -> None:
-    """Raise ConfigError for a name that cannot be told from the state of one rank: "x@rank0"."""
+    """Raise ConfigError for a name that is like that of the state of one rank: "x@rank0"."""
     of_ranks = [name for name in names if split_owner(name)[1]] if "@" in "\0".join(names) else []
     if of_ranks:
         raise ConfigError(

@@ -162,6 +162,7 @@ class SavedWeights:
         may_be_part: Whether the sources may be those of one node of several.
         run: The recorded run, as far as it matters for the model.
         recorded: All that was recorded of it, section by section.
+        cwd: The folder that it ran in; "" where it did not record that.
 
     Raises:
         ConfigError: It is not of the trainer.
@@ -172,6 +173,7 @@ class SavedWeights:
     def __init__(self, sources: Sequence[Source], values: Mapping[str, Any], where: str, label: str = MODEL) -> None:
         self.where, self._sources, self.label = where, list(sources), label
         self.run, self.recorded = _recorded(values, where)
+        self.cwd = str(values[RECORD].get("cwd", ""))
         self.model = self.run.model
         biases = router_biases(self.model)
         self.shapes = {tensor.ours: tensor.whole for tensor in tensors_of(self.model)} | biases

@@ -30,13 +30,27 @@ def files_of_saved(source: SavedWeights, options: Mapping[str, Any] | None = Non
     They are stored with the checkpoint (`hub import`), lie in the folder of the prepared data, lie where the weights
     came from (`init.from`); a run on bytes has a tokenizer of bytes.
     """
-    if source.beside:
-        return dict(source.beside)
-    if prepared := _prepared(source.recorded.get("data")):
-        return prepared
-    if came_from := source.init_from:
-        return _of_origin(came_from, options)
-    return byte_tokenizer() if source.model.vocab == 256 or _reads_bytes(source.recorded.get("data")) else {}
+    found = dict(source.beside) or _of_run(source, options)
+    is_bytes = source.model.vocab == 256 or _reads_bytes(source.recorded.get("data"))
+    return {**byte_tokenizer(), **found} if is_bytes and not has_tokenizer(found) else found
+
+
+def has_tokenizer(files: Mapping[str, bytes]) -> bool:
+    """Return whether there is a tokenizer among files that travel with weights."""
+    return any(name in files for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+
+
+def _of_run(source: SavedWeights, options: Mapping[str, Any] | None) -> dict[str, bytes]:
+    """Return the files that a run's settings lead to: from where it was, else from where this process is."""
+    for cwd in dict.fromkeys((source.cwd, "")):
+        if prepared := _prepared(source.recorded.get("data"), Path(cwd)):
+            return prepared
+        came_from = source.init_from
+        if came_from and (
+            found := _of_origin(came_from if "://" in came_from else str(Path(cwd) / came_from), options)
+        ):
+            return found
+    return {}
 
 
 def _of_origin(where: str, options: Mapping[str, Any] | None) -> dict[str, bytes]:
@@ -61,19 +75,19 @@ def _reads_bytes(data: Any) -> bool:
     )
 
 
-def _prepared(data: Any) -> dict[str, bytes]:
+def _prepared(data: Any, cwd: Path) -> dict[str, bytes]:
     """Return the tokenizer that `data prepare` left in `data.folder`, if the run used one and it is there."""
     if not isinstance(data, dict) or _reads_bytes(data):
         return {}
-    folder = Path(str(data.get("folder", "")))
+    folder = cwd / str(data.get("folder", ""))
     try:
         index = _index_of(folder, data)
         content = (folder / Path(str(index["tokenizer"])).name).read_bytes()
     except (OSError, ValueError, KeyError, TypeError):
         tokenizer = str(data.get("tokenizer") or "")
-        place = Path(tokenizer) if tokenizer.endswith(".json") else Path(tokenizer) / TOKENIZER
+        place = cwd / Path(tokenizer).expanduser()
         try:
-            content = place.expanduser().read_bytes()
+            content = (place if tokenizer.endswith(".json") else place / TOKENIZER).read_bytes()
         except OSError:
             return {}
     return {TOKENIZER: content}

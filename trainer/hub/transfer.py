@@ -19,6 +19,7 @@ from flashckpt.interop.target import replacing
 from flashckpt.storage.factory import is_process_local, open_store
 from flashckpt.trainer.changes import recorded_values
 from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.data.vocabulary import END_TOKEN
 from flashckpt.trainer.hub.families import HubTensor, tensors_of
 from flashckpt.trainer.hub.hub_config import to_hub
 from flashckpt.trainer.hub.source import (
@@ -31,7 +32,7 @@ from flashckpt.trainer.hub.source import (
     file_shard,
     held_name,
 )
-from flashckpt.trainer.hub.tokenizer_files import files_of_folder, files_of_saved
+from flashckpt.trainer.hub.tokenizer_files import TOKENIZER, files_of_folder, files_of_saved, has_tokenizer
 from flashckpt.trainer.model_config import ModelConfig
 
 SHARD_BYTES = 5 << 30
@@ -125,6 +126,8 @@ def export_folder(
         beside = _beside(source, tokenizer, options)
         before = json.loads(beside[CONFIG]) if CONFIG in beside else None
         values = to_hub(source.model, source.run.train.seq_len, tensors[0].dtype, before)
+        if values.get("eos_token_id") is None:
+            values["eos_token_id"] = _end_of(beside)
         beside[CONFIG] = (json.dumps(values, indent=2) + "\n").encode()
         nbytes = sum(one.nbytes for one in tensors)
         with replacing(folder, nbytes=nbytes + _OVERHEAD_BYTES, force=force, is_ours=_is_ours) as temporary:
@@ -136,7 +139,7 @@ def export_folder(
         source.close()
     return {
         "from": source.where, "to": str(folder.absolute()), "family": values["model_type"], "tensors": len(tensors),
-        "nbytes": nbytes, "files": sorted([*files, *beside]), "has_tokenizer": _has_tokenizer(beside),
+        "nbytes": nbytes, "files": sorted([*files, *beside]), "has_tokenizer": has_tokenizer(beside),
     }  # fmt: skip
 
 
@@ -162,7 +165,7 @@ def _beside(source: CheckpointWeights, tokenizer: str, options: Mapping[str, Any
     """Return the files that go with the weights, from the first place that has some."""
     if tokenizer:
         found = files_of_folder(Path(tokenizer))
-        if not _has_tokenizer(found):
+        if not has_tokenizer(found):
             raise ConfigError(
                 f"{tokenizer} holds no tokenizer",
                 found="none of its files",
@@ -173,8 +176,13 @@ def _beside(source: CheckpointWeights, tokenizer: str, options: Mapping[str, Any
     return files_of_saved(source, options)
 
 
-def _has_tokenizer(files: Mapping[str, bytes]) -> bool:
-    return any(name in files for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+def _end_of(files: Mapping[str, bytes]) -> int | None:
+    """Return the token that ends a document in a tokenizer of ours: with None `generate` of transformers never stops."""
+    try:
+        tokens = json.loads(files.get(TOKENIZER, b"{}")).get("added_tokens", [])
+        return next((int(one["id"]) for one in tokens if one["content"] == END_TOKEN), None)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None  # a tokenizer of somebody else: it goes along as it is
 
 
 def _is_ours(path: Path) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from flashckpt.trainer.changes import compare, recorded_values, refuse_changes
@@ -30,6 +31,7 @@ class RunRecord:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self._recorded = recorded_values(config)  # once: it is read with every snapshot
+        self._cwd = str(Path.cwd())  # relative paths of the configuration are of it
         self.phase = config  # as it is in the phase that runs
         self.scaler = LossScaler(enabled=config.train.precision == "float16")
         self.tokens = 0
@@ -38,7 +40,7 @@ class RunRecord:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values."""
-        state: dict[str, Any] = {"config": self._recorded, "tokens": self.tokens}
+        state: dict[str, Any] = {"config": self._recorded, "tokens": self.tokens, "cwd": self._cwd}
         if scaler := self.scaler.state_dict():
             state["scaler"] = scaler
         if self.config.phase.each:

@@ -105,7 +105,7 @@ LOOPS: dict[str, Callable[[dict[str, Any], dict[str, Any], dict[str, Any]], dict
         "scaler": torch.amp.GradScaler("cpu").state_dict(),
     },
     "nanogpt": lambda m, o, s: {
-        "model": below("_orig_mod.", m), "optimizer": o, "model_args": {"n_layer": 2}, "iter_num": 3,
+        "model": below("_orig_mod.", m), "optimizer": o, "model_args": {"n_layer": 2, "params": 123}, "iter_num": 3,
         "best_val_loss": torch.tensor(1.0), "config": {"lr": 0.1}, "scheduler": s,
     },
     "blocks": lambda m, o, s: {"model": inside(m), "optimizer": o, "scheduler": s},

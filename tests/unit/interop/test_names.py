@@ -22,7 +22,7 @@ from flashckpt.cli import main as cli
 from flashckpt.core.shard import split_owner
 from flashckpt.dcp import FlashStorageReader
 from flashckpt.errors import ConfigError
-from flashckpt.state.placement import current_world
+from flashckpt.state.placement import World, current_world
 from flashckpt.state.registry import StateRegistry
 
 Captured = pytest.CaptureFixture[str]
@@ -118,6 +118,27 @@ def test_any_name_goes_through_every_format_and_back(tmp_path: Path, trained: Pr
         state = {"model": {name: torch.zeros_like(one) for name, one in weights.items()}}
         dcp.load(state, storage_reader=reader)
         assert bits(state["model"]) == bits(weights)
+
+
+def test_what_one_rank_has_alone_is_named_after_it_whatever_else_is_in_its_name() -> None:
+    model = nn.Module()
+    for name in ("x@rank0", "y@z", "w"):
+        model.add_module(name, nn.Linear(1, 1, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    found = StateRegistry(World(rank=1, size=2))
+    found.add("model", model)
+    found.add("optimizer", optimizer)
+    names = ["x@rank0.weight", "y@z.weight", "w.weight"]
+    expected = {
+        *(f"model.{name}@rank1" for name in names),
+        *(f"optimizer.{name}.momentum_buffer@rank1" for name in names),
+    }
+    fqns = {row.entry.fqn for row in found.structure(found.capture()).rows}
+    assert fqns == expected
+    assert {split_owner(fqn)[0] for fqn in fqns} == {fqn.removesuffix("@rank1") for fqn in expected}
 
 
 @pytest.mark.parametrize("name", ["x@rank0", "v@v2", "x@pp0.tp1"])

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,11 +33,15 @@ from flashckpt.trainer.hub.families import FAMILIES, family_of, tensors_of
 from flashckpt.trainer.hub.hub_config import from_hub, to_hub
 from flashckpt.trainer.hub.source import CheckpointWeights, HubFolder, open_weights
 from flashckpt.trainer.hub.start import with_model_of_weights
+from flashckpt.trainer.hub.tokenizer_files import files_of_saved
+from flashckpt.trainer.hub.transfer import export_folder, import_folder
 from flashckpt.trainer.model.transformer import Transformer
 from flashckpt.trainer.model_config import ModelConfig
+from flashckpt.trainer.train.record import RunRecord
 
 SMALL: dict[str, Any] = {"vocab": 256, "dim": 16, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 24}
 SPARSE: dict[str, Any] = {**SMALL, "experts": 4, "experts_per_token": 2}
+TEXT = [{"kind": "text", "urls": ["x.txt"], "channel": "a"}]
 MODELS: dict[str, ModelConfig] = {
     "llama": ModelConfig(
         **SMALL, rope_scaling="llama3", rope_factor=8.0, rope_context=8, rope_low=1.5, rope_high=3.0, context=64
@@ -181,6 +186,34 @@ def test_import_and_export_keep_every_bit(name: str, dtype: torch.dtype, tmp_pat
     assert (tmp_path / "back" / "tokenizer.json").read_text() == '{"a tokenizer": true}'
     assert json.loads((tmp_path / "back" / "config.json").read_text())["eos_token_id"] == 7
     assert HubFolder(tmp_path / "back").model == HubFolder(folder).model
+
+
+@pytest.mark.parametrize("settings", [
+    {"data": {"tokenizer": "words", "sources": TEXT}}, {"data": {"tokenizer": "words/tokenizer.json", "sources": TEXT}}, {"init": {"from": "words"}, "data": {"tokenizer": "gone", "sources": TEXT}},
+    {"init": {"from": "bare"}}, {},
+])  # fmt: skip
+def test_a_run_has_its_tokenizer_wherever_it_is_asked_for(settings: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    for name in ("words", "bare"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    (tmp_path / "words" / "tokenizer.json").write_text('{"of": "words"}')
+    monkeypatch.chdir(tmp_path)
+    state = RunRecord(from_values({"model": {"vocab": 300}, **settings})).state_dict()
+    monkeypatch.chdir("/")
+    origin = settings.get("init", {}).get("from", "")
+    saved: Any = SimpleNamespace(
+        beside={}, recorded=state["config"], cwd=state["cwd"], init_from=origin, model=RunConfig().model
+    )
+    found = files_of_saved(saved)["tokenizer.json"]
+    assert found == (b'{"of": "words"}' if "words" in str(settings) else byte_tokenizer()["tokenizer.json"])
+
+
+def test_an_export_says_which_token_ends_a_document(tmp_path: Path) -> None:
+    folder = write_hub(tmp_path / "hf", MODELS["llama"], eos_token_id="absent")
+    (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"id": 9, "content": "<|endoftext|>"}]}))
+    import_folder(folder, str(tmp_path / "root"))
+    export_folder(str(tmp_path / "root"), tmp_path / "back")
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["eos_token_id"] == 9
 
 
 def test_an_export_casts_and_replaces_only_what_it_wrote(tmp_path: Path, capsys: Any) -> None:
