@@ -60,7 +60,7 @@ class FlashckptError(Exception):
         """Return the exit code to end with: that of a StoreError where a permanent one was caused by what may pass."""
         if self.exit_code in FINAL_CODES and may_pass(self):
             self.exit_code = StoreError.exit_code
-            self.args = (self.render(),)
+            super().__init__(self.render())
         return self.exit_code
 
     def __reduce__(self) -> tuple[object, ...]:

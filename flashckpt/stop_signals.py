@@ -1,7 +1,7 @@
 """A rank under dlrun leaves stop signals to its agent, and so do its loader workers.
 
 Schedulers signal every process of a job. The agent then chooses the step after which all ranks stop: a rank that ended at
-once, or lost a loader worker, would make a failure of it. Only where the program has no handler of its own.
+once, or lost a loader worker, would make a failure of it. Handlers that the program has set stay.
 """
 
 from __future__ import annotations

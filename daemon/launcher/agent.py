@@ -195,7 +195,7 @@ class DlrunAgent(LocalElasticAgent):
         return self._end_hang(context, rows, hang.Stall(what="", limit_s=limit_s))
 
     def _stall(self, rows: Sequence[ControlRow]) -> hang.Stall | None:
-        """Return what does not go on, although no step is due. Where no state would be kept, only a young job is ended for it."""
+        """Return what makes no progress, although no step is due. Where no state would be kept, only a young job is ended for it."""
         ran_s, workers = time.monotonic() - self._started_s, self._worker_group.workers
         is_starting = not self._has_begun(rows)
         if self._watch.control() is None and ran_s > REFILL_S:

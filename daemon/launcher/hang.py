@@ -54,7 +54,7 @@ class NoRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Stall:
-    """Ranks that do not go on, although no step is due; `ranks` are the suspects, empty where the stacks have to tell."""
+    """Ranks that make no progress, although no step is due; `ranks` are the suspects, empty where the stacks have to tell."""
 
     what: str
     ranks: Sequence[int] = ()
@@ -74,12 +74,12 @@ class StallWatch:
         least_s = max(LONG_START_S, 10 * known_s) if explicit_s is None else max(self._stop_s, 3 * known_s)
         self._quiet_limit_s = least_s if known_s > 0 else float("inf")
         self._known_s = known_s
-        self._stopped_s: dict[int, float] = {}
+        self._stopped_s: dict[int, float | None] = {}
         self._last_s: float | None = None
         self._quiet_s, self._mark = 0.0, (0.0, 0.0)
 
     def look(self, now_s: float, ranks: Mapping[int, int], *, is_starting: bool, waited: float) -> Stall | None:
-        """Return what has not gone on for too long. To be called several times a second.
+        """Return what has made no progress for too long. To be called several times a second.
 
         Args:
             now_s: Monotonic clock; what is counted is the time in which this process looked, not that of a suspended machine.
@@ -93,8 +93,11 @@ class StallWatch:
         self._last_s = now_s
         for rank, pid in ranks.items():
             stopped = stat_of(pid)[:1] == ["T"]  # "t" is a debugger: somebody looks at it
-            self._stopped_s[rank] = self._stopped_s.get(rank, 0.0) + passed_s if stopped else 0.0
-        if still := [rank for rank, seconds in self._stopped_s.items() if seconds > self._stop_s]:
+            before = self._stopped_s.get(rank)  # None: it ran when it was last looked at
+            self._stopped_s[rank] = (0.0 if before is None else before + passed_s) if stopped else None
+        if still := [
+            rank for rank, seconds in self._stopped_s.items() if seconds is not None and seconds > self._stop_s
+        ]:
             names = ", ".join(f"{rank} (pid {ranks[rank]})" for rank in still)
             what = f"rank{'s' if len(still) > 1 else ''} {names} stopped (SIGSTOP) for {self._stop_s:.1f} s"
             return Stall(what=what, ranks=still, limit_s=self._stop_s)

@@ -71,7 +71,7 @@ class LaunchOutcome:
         if self.hang:
             return HangError(self.hang, state="All ranks were killed.")
         if self.passing:
-            return UnreachableError.after(self.passing)
+            return UnreachableError(self.passing)
         return FailedElsewhereError(self.elsewhere) if self.elsewhere else None
 
 
@@ -115,13 +115,12 @@ class CommandError(FlashckptError):
 class UnreachableError(FlashckptError):
     """What a rank needs could not be reached, and no restart is left; dlrun ends with that rank's exit code."""
 
-    @classmethod
-    def after(cls, exit_code: int) -> UnreachableError:
-        """Return the error of a rank that ended with this code."""
-        found = cls("storage could not be reached, and no restart is left")
-        found.exit_code, found.remedy = exit_code, "start the job again once it can be: its state is kept"
-        found.args = (found.render(),)
-        return found
+    def __init__(self, exit_code: int) -> None:
+        self.exit_code = exit_code
+        super().__init__(
+            "storage could not be reached, and no restart is left",
+            remedy="start the job again once it can be: its state is kept",
+        )
 
 
 class FailedElsewhereError(FlashckptError):

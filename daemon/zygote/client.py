@@ -94,7 +94,7 @@ class ZygoteClient:
         if self._sock is None or not self._ready or key == self._given_up or (self._warm and self._warm.key == key):
             return
         self._end_copy()
-        if is_stopped(self.pid):  # the job goes on meanwhile; its next restart looks at it
+        if is_stopped(self.pid):  # the job continues meanwhile; its next restart looks at it
             return
         here, there = socket.socketpair()
         request = {"target": target, **{k: worker[k] for k in ("argv", "module", "env")}}
@@ -166,7 +166,7 @@ class ZygoteClient:
 
 
 def _end(pid: int) -> None:
-    """Kill a zygote with what it has forked and nobody knows of (workers have groups of their own), and reap it."""
+    """Kill a zygote with what it has forked and nobody knows of (each worker has its own group), and reap it."""
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
