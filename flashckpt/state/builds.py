@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from flashckpt.state.group_lists import schedulers_in
-from flashckpt.state.named_groups import plain, settings
+from flashckpt.state.named_groups import NOT_SETTINGS, plain, settings
 
 KEY = ".program"
 """What stands before "@" in the key of the value; no tracked name has a dot."""
@@ -72,12 +72,15 @@ def changes(
         as_built: Those of the program that took it, before its first step; None where the snapshot does not say it: then
             what a scheduler may have changed is left out.
     """
-    before = recorded if as_built is None else as_built
     moving: set[str] = set()
     if as_built is None:
         moving = {"lr"} if "initial_lr" in recorded else set()
         moving |= {"momentum", "betas"} if "base_momentum" in recorded else set()
-    ours, theirs, known = settings(live), settings(recorded), settings(before)
-    keys = [key for key in ours if key in theirs and key in known and key not in moving]
-    keys = [key for key in keys if _is_plain(ours[key]) and ours[key] != known[key] and ours[key] != theirs[key]]
-    return {key: (plain(ours[key]), plain(theirs[key])) for key in keys}
+    before, found = recorded if as_built is None else as_built, dict[str, tuple[Any, Any]]()
+    for key, value in live.items():
+        if key in NOT_SETTINGS or key in moving or key not in recorded or key not in before:
+            continue
+        ours, theirs = plain(value), plain(recorded[key])
+        if ours != theirs and ours != plain(before[key]) and _is_plain(ours):
+            found[key] = ours, theirs
+    return found

@@ -17,7 +17,7 @@ from flashckpt.printable import counted
 from flashckpt.state.optimizer_state import Named
 from flashckpt.state.pytree import flatten
 
-_NOT_SETTINGS = frozenset({"params", "param_names", "name"})
+NOT_SETTINGS = frozenset({"params", "param_names", "name"})
 _MOST_SAID = 4
 
 
@@ -168,20 +168,32 @@ class Groups:
 
     def _conflicts(self, match: GroupMatch) -> Iterator[tuple[int, str]]:
         """Yield (live group, why) of those that nothing recorded says the settings of."""
-        live = match.optimizer.param_groups
         users: dict[Ref, list[int]] = {}
         for place, refs in enumerate(match.refs):
             for ref in refs:
                 users.setdefault(ref, []).append(place)
+        other = {ref: found for ref, own in users.items() if (found := self._other_user(match, ref, own)) is not None}
         for place, refs in enumerate(match.refs):
-            others = sorted({other for ref in refs for other in users[ref]} - {place})
+            split = next((ref for ref in refs if ref in other), None)
             if not refs:
                 if match.names[place] or self.recorded:
                     yield place, "the snapshot has no group of its parameters"
-            elif any(settings(self[ref]) != settings(self[refs[0]]) for ref in refs):
+            elif len(refs) > 1 and any(settings(self[ref]) != settings(self[refs[0]]) for ref in refs):
                 yield place, f"its parameters were in {len(refs)} groups that differ"
-            elif any(settings(self[refs[0]]) and settings(live[other]) != settings(live[place]) for other in others):
-                yield place, f"its parameters and those of group {others[0]} were in one group, and the two differ now"
+            elif split is not None:
+                beside = other[split] if place == users[split][0] else users[split][0]
+                yield (
+                    place,
+                    f"its parameters and those of group {beside} were in one group, which is in parts that differ now",
+                )
+
+    def _other_user(self, match: GroupMatch, ref: Ref, users: Sequence[int]) -> int | None:
+        """Return the first live group of a recorded one's parameters that has other settings than the first of all."""
+        if len(users) == 1 or not settings(self[ref]):
+            return None
+        live = match.optimizer.param_groups
+        first = settings(live[users[0]])
+        return next((place for place in users[1:] if settings(live[place]) != first), None)
 
     def order(self, match: GroupMatch) -> GroupOrder:
         """Return where the entries of lists stand that have one for each group."""
@@ -218,7 +230,7 @@ def _group_said(names: Sequence[str], group: Mapping[str, Any]) -> str:
 
 def settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return hyperparameters that can be compared by ==."""
-    return {key: plain(value) for key, value in group.items() if key not in _NOT_SETTINGS}
+    return {key: plain(value) for key, value in group.items() if key not in NOT_SETTINGS}
 
 
 def plain(value: Any) -> Any:
