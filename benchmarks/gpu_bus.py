@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from gpu_time import end_of
 
-from flashckpt.bench.measure import LoadWatch, document, interleave, summarise, write_json
 from flashckpt import accelerator
+from flashckpt.bench.measure import LoadWatch, document, interleave, summarise, write_json
 
 PIECES = 64
 

@@ -13,7 +13,7 @@ from support.one_rank import agent_of_the_test, crash, finished, opened
 from support.ranks import wait_for
 from torch import nn
 
-from flashckpt import Checkpointer
+from flashckpt import Checkpointer, accelerator
 from flashckpt.restore import device_rows
 from flashckpt.restore.executor import thread_count
 from integration.gpu.device import bits, device, gpu, in_time
@@ -117,7 +117,7 @@ def test_a_restore_of_many_megabytes_goes_through_a_few_blocks(
     """Several threads fill blocks while others are on the wire; the host never holds as much as the state."""
     monkeypatch.setattr(device_rows, "BLOCKS", 3)
     made: Any = []
-    real = device_rows.host_buffer
+    real = accelerator.host_buffer
     monkeypatch.setattr(
         device_rows, "host_buffer", lambda nbytes, on, api=None: (made.append(1), real(nbytes, on, api=api))[1]
     )
