@@ -125,7 +125,7 @@ def _check_on_ranks(rank: int) -> list[str]:
     except ReplicaMismatchError as error:
         caught.append(error.found)
     try:
-        ElasticSampler(100)
+        iter(ElasticSampler(100))
     except LayoutError as error:
         caught.append(error.found)
     return caught
