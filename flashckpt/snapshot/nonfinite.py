@@ -21,11 +21,11 @@ class FiniteWatch:
     def __init__(self) -> None:
         self._plan: CopyPlan | None = None
         self._rows = np.zeros(0, np.int64)
-        self._next, self._is_told = 0, False
+        self._next, self._is_reported = 0, False
 
     def look(self, plan: CopyPlan, buffer: Buffer) -> str:
         """Return the name of a tensor that is not finite, the first time that one is seen; "" else."""
-        if self._is_told:
+        if self._is_reported:
             return ""
         if plan is not self._plan:
             fenced = plan.layout.structure.fenced[plan.layout.row_tensors]
@@ -36,7 +36,7 @@ class FiniteWatch:
         for row in chosen.tolist():
             held = buffer.array[int(table.byte_offset[row]) :][: int(table.nbytes[row])]
             if not _is_finite(held, table.dtypes[int(table.dtype_id[row])]):
-                self._is_told = True
+                self._is_reported = True
                 return table.fqn(row)
         return ""
 

@@ -162,6 +162,12 @@ def test_equal_values_of_other_types_are_equal(tmp_path: Path) -> None:
     restored(tmp_path, Other(first=True), Other(first=False))
 
 
+def test_a_run_of_the_trainer_that_continues_with_other_settings_is_not_refused(tmp_path: Path) -> None:
+    """What is of this project may say something else with other settings: what may change, it decides itself."""
+    ours = type("Ours", (Deaf,), {"__module__": "flashckpt.trainer.train.record"})
+    restored(tmp_path, Faithful(5), ours(0))
+
+
 class Raising(Faithful):
     """Raises in one of its methods."""
 
