@@ -235,13 +235,13 @@ def read_index(index: Path) -> tuple[dict[str, str], Any]:
     """Return (tensor -> file, total_size) of an index; every file is in its folder."""
     with decoding(index, "the index of a folder of weights", nbytes=index.stat().st_size):
         document = json.loads(index.read_bytes(), object_pairs_hook=_once)
-        weight_map, more = document["weight_map"], document.get("metadata") or {}
+        weight_map, nbytes = document["weight_map"], (document.get("metadata") or {}).get("total_size")
         if not isinstance(weight_map, dict) or not all(type(name) is str for name in weight_map.values()):
             raise _damaged(index, "a weight_map that is no map of names to files")
         for name in sorted(set(weight_map.values())):
             if "/" in name or not (index.parent / name).is_file():
                 raise _damaged(index, f"it names {name!r:.80}, which is not in the folder")
-    return weight_map, more.get("total_size")
+    return weight_map, nbytes
 
 
 def refuse_other_tensors(index: Path, weight_map: Mapping[str, str], held: Mapping[str, Sequence[str]]) -> None:
