@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -468,10 +469,10 @@ def test_file_system_without_direct_io_is_written_buffered(
     real_open, real_write = os.open, os.pwrite
     direct: set[int] = set()
 
-    def opening(path: str, flags: int, *args: int) -> int:
+    def opening(path: str, flags: int, *args: int, **more: Any) -> int:
         if when == "open" and flags & os.O_DIRECT:
             raise OSError(22, "Invalid argument")
-        fd = real_open(path, flags, *args)
+        fd = real_open(path, flags, *args, **more)
         direct.discard(fd)
         if flags & os.O_DIRECT:
             direct.add(fd)
