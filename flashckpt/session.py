@@ -230,7 +230,7 @@ class Session:
         if snapshot.nonfinite:
             _log.warning(
                 "%r holds NaN or infinity in the snapshot of step %d, and so will later ones: restore an earlier step "
-                "(flashckpt ls shows them); a few elements of each parameter and of optimizer state are looked at, logged once",
+                "(flashckpt ls shows them); a few elements of each parameter and of optimizer state are looked at; this line comes once",
                 snapshot.nonfinite,
                 snapshot.request.id.step,
             )

@@ -125,7 +125,7 @@ def page_of(found: list[tuple[Promise, Line]]) -> str:
             page = promise.page
             out.append(f"\n## {page}\n\n| promise | held by |\n|---|---|\n")
         plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", promise.text).strip("|*- ").replace("|", "/").replace("**", "")
-        shown = plain if len(plain) <= _SHOWN else plain[:_SHOWN].rsplit(" ", 1)[0] + " ..."
+        shown = plain if len(plain) <= _SHOWN else plain[:_SHOWN].rsplit(" ", 1)[0].replace("`", "") + " ..."
         out.append(f"| {shown} | {', '.join(f'`{test}`' for test in line.tests)} |\n")
     return "".join(out)
 

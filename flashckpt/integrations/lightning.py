@@ -120,6 +120,11 @@ class FlashCheckpoint(Checkpoint):  # type: ignore[misc]  # lightning is not the
         is_checked = assumed.ends_epoch or loop.epoch_loop._should_check_val_fx(loop._data_fetcher)  # noqa: SLF001
         return is_checked and any(isinstance(other, EarlyStopping) for other in trainer.callbacks)
 
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Let the copy under way end: callbacks such as WeightAveraging swap weights behind this, through `.data`."""
+        if self._after_batch is not None:
+            self.checkpointer.fence()
+
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Set the generators back: a run that resumes at this step does not validate it again, and must be the same."""
         if self._after_batch is not None and not trainer.sanity_checking:
