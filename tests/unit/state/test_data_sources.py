@@ -207,7 +207,7 @@ def test_track_says_once_how_it_continues(
     [
         (DataLoader(DATA), "give the loader an ElasticSampler"),
         (WebStream(), "write both"),
-        (object(), ""),
+        (object(), "leave out what the program makes alike"),
     ],
     ids=["loader", "stream", "anything"],
 )
@@ -215,7 +215,6 @@ def test_a_source_without_state_is_refused_with_what_to_use(thing: Any, remedy: 
     with pytest.raises(ConfigError, match="cannot track 'data'") as caught:
         Checkpointer(str(tmp_path / "root")).track(data=thing)
     assert caught.value.remedy.startswith(remedy)
-    assert bool(caught.value.remedy) == bool(remedy)
 
 
 def test_the_page_that_it_names_is_there() -> None:
