@@ -140,9 +140,9 @@ def test_exit_is_described_in_words(tmp_path: Path, body: str, words: str) -> No
 
 def test_missing_script_ends_at_once_and_names_it(tmp_path: Path) -> None:
     code, output = run_dlrun(tmp_path, "--max-restarts=0", tmp_path / "absent.py")
-    assert code == 1
+    assert code == 2
     assert "absent.py" in output
-    assert "exit code 2" in output
+    assert "Traceback" not in output
 
 
 ENVIRONMENT = """

@@ -11,6 +11,7 @@ from typing import Any
 import botocore.exceptions
 import pytest
 import torch
+from support.agents import pretend_agent
 from torch.distributed import DistNetworkError, DistStoreError
 
 from flashckpt import Checkpointer, errors
@@ -22,6 +23,7 @@ from flashckpt.daemon.launcher.failure import FailureReport, WorkerExit
 from flashckpt.daemon.launcher.options import LaunchOutcome
 from flashckpt.errors import FINAL_CODES, PASSING_CODES, DataError, FlashckptError, RootError, StoreError
 from flashckpt.restore import patience
+from flashckpt.storage.conditional import UnknownRequestError
 from flashckpt.storage.posix import PosixStore
 from flashckpt.storage.s3_errors import request_error, translate
 from flashckpt.trainer.hub.source import read_json
@@ -74,7 +76,7 @@ def raised(cls: type[FlashckptError], cause: BaseException | None) -> FlashckptE
 
 def run_as_worker(folder: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     """Return the exit code of a rank whose script raises this, and what its agent finds recorded."""
-    monkeypatch.setenv("FLASHCKPT_AGENT_DIR", str(folder))
+    monkeypatch.setenv("FLASHCKPT_AGENT_DIR", pretend_agent(folder))
 
     def explode(*_: Any, **__: Any) -> None:
         raise error
@@ -99,7 +101,7 @@ def test_a_final_code_is_for_what_cannot_pass(
 def test_the_trainer_ends_with_the_same_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("FLASHCKPT_AGENT_DIR", str(tmp_path))
+    monkeypatch.setenv("FLASHCKPT_AGENT_DIR", pretend_agent(tmp_path))
     report_once(error := raised(DataError, PASSING["EIO"]))
     assert (error.exit_code, read_permanent_error(tmp_path)) == (41, 0)
     assert "exit code 41" in capsys.readouterr().err
@@ -133,7 +135,7 @@ def test_a_tokenizer_folder_that_is_away_is_not_a_wrong_configuration(
         (400, "InvalidBucketName", RootError),
         (403, "AccessDenied", RootError),
         (404, "NoSuchBucket", RootError),
-        (405, "MethodNotAllowed", RootError),
+        (405, "MethodNotAllowed", UnknownRequestError),
     ],
 )
 def test_answer_about_the_root_itself(status: int, code: str, kind: type[FlashckptError]) -> None:
@@ -162,7 +164,7 @@ def test_a_start_waits_for_a_root_that_is_away_and_not_for_one_that_refuses(
 ) -> None:
     """Whatever the root is first asked for at a start: three failures that may pass cost a moment, one refusal the start."""
     monkeypatch.setattr(patience, "_FIRST_PAUSE_S", 0.001)
-    monkeypatch.setenv("FLASHCKPT_AGENT_DIR", str(tmp_path))
+    monkeypatch.setenv("FLASHCKPT_AGENT_DIR", pretend_agent(tmp_path))
     left, real = [3], getattr(PosixStore, method)
 
     def away(self: PosixStore, key: str = "", *args: Any) -> Any:

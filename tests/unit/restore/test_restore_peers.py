@@ -340,11 +340,11 @@ def test_rounds_are_bounded_in_both_directions_and_reads_rounded_to_chunks(tmp_p
 
 
 def test_restart_that_each_node_covers_by_itself_exchanges_nothing(tmp_path: Path) -> None:
-    """Inventory and two votes (the claim is a broadcast): not one collective more than on a single node."""
+    """Inventory, places of samplers and two votes (the claim is a broadcast): no collective more than on a single node."""
     trained("plain", tmp_path, [0, 1], 1)
     os.environ["FLASHCKPT_RESTART"] = "1"
     spread = values(run_ranks(counted, 2, str(tmp_path), [0, 1], {}))
-    assert [(one["groups"], one["gathers"]) for one in spread] == [(0, 3)] * 2
+    assert [(one["groups"], one["gathers"]) for one in spread] == [(0, 4)] * 2
 
 
 def by_a_group_of_its_own(rank: int) -> list[Any]:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.agents import pretend_agent
 
 from flashckpt import stop_signals
 from flashckpt.stop_signals import SIGNALS, DeferredSignals
@@ -22,7 +23,7 @@ NAMES = [number.name for number in SIGNALS[:3]]  # the others are no other case
 
 @pytest.fixture(autouse=True)
 def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLASHCKPT_AGENT_DIR", str(tmp_path))
+    monkeypatch.setenv("FLASHCKPT_AGENT_DIR", pretend_agent(tmp_path))
     monkeypatch.setattr(stop_signals, "_WORKER_S", 0.05)
 
 

@@ -70,7 +70,7 @@ class Recorded(SavedWeights):
     """What a checkpoint says of its run, without a checkpoint."""
 
     def __init__(self, vocab: int, **recorded: Any) -> None:
-        self.beside, self.recorded = {}, recorded
+        self.beside, self.recorded, self.cwd = {}, recorded, ""
         self.model = from_values({"model": {"vocab": vocab}}).model
 
 
