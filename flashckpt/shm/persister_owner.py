@@ -63,7 +63,7 @@ class PersisterOwner:
         self._killed = ""
         self._patience_s = SILENT_S
         self._silence = Silence()
-        self._said: dict[str, tuple[str, float]] = {}
+        self._said: dict[str, tuple[list[str], float]] = {}
 
     @property
     def pids(self) -> set[int]:
@@ -232,8 +232,9 @@ class PersisterOwner:
 
     def _say(self, kind: str, text: str, now: float, *, cause: str = "", warn: bool = False) -> bool:
         """Log what is wrong if it is new, has another cause than before, or was logged long ago; return whether it was."""
-        core = re.sub(r"\S*[\d/]\S*", "", cause or text)  # the next failure names other files, steps and seconds
-        before, at_s = self._said.get(kind, ("", float("-inf")))
+        # the next failure names other files, steps and seconds; how a process ended is not known where another reaped it
+        core = re.sub(r"\S*[\d/]\S*| with exit code|was (?=ended)| by SIG\w+|[,;:]", "", cause or text).split()
+        before, at_s = self._said.get(kind, ([], float("-inf")))
         if core == before and now - at_s < REPEAT_S:
             return False
         self._said[kind] = core, now
