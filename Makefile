@@ -124,7 +124,7 @@ test-native-arm: setup  ## the native copy's NEON level in an emulator (gcc-aarc
 	$(BIN)/python -m pytest tests/integration/native/native_arm.py
 
 test-launcher: setup  ## what PyTorch's own launcher tests ask, asked of dlrun; jobs whose ranks, agent or daemon die or hang; attacks on it
-	$(BIN)/python -m pytest tests/integration/launcher/launcher_contract.py tests/integration/launcher/launcher_jobs.py tests/integration/launcher/launcher_persister.py tests/integration/launcher/launcher_security.py tests/integration/launcher/launcher_logs.py tests/integration/launcher/launcher_waits.py
+	$(BIN)/python -m pytest --workers $(WORKERS) tests/integration/launcher/launcher_contract.py tests/integration/launcher/launcher_jobs.py tests/integration/launcher/launcher_persister.py tests/integration/launcher/launcher_security.py tests/integration/launcher/launcher_logs.py tests/integration/launcher/launcher_waits.py
 
 test-trainer: setup  ## whole runs of the trainer that are started, killed, resumed, changed, guarded, evaluated and watched, all that they write, and dry runs against real ranks
 	$(BIN)/python -m pytest --workers $(WORKERS) tests/integration/trainer/trainer_resume.py tests/integration/trainer/trainer_outputs.py tests/integration/trainer/trainer_data.py tests/integration/trainer/trainer_reaching.py tests/integration/trainer/trainer_guard.py tests/integration/trainer/trainer_start.py tests/integration/trainer/trainer_rehearsal.py tests/integration/trainer/trainer_scores.py tests/integration/trainer/trainer_samples.py tests/integration/trainer/trainer_generate.py tests/integration/trainer/trainer_display.py tests/integration/trainer/trainer_dry_run.py tests/integration/trainer/trainer_optimizers.py tests/integration/trainer/trainer_phases.py
