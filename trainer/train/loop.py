@@ -104,7 +104,7 @@ class Trainer:
         self.ckpt: Checkpointer | None = None
         self.done = 0
         self._rolled_back_to = -1
-        self._accepted = self._has_weights = self._owes_persist = False
+        self._accepted = self._overflowed = self._has_weights = self._owes_persist = False
         seed_rng(config, self.parallel)
 
     def _step_of(self, config: RunConfig) -> TrainStep:
@@ -276,8 +276,9 @@ class Trainer:
 
     def _update(self, totals: Totals, step: int, rate: float) -> bool:
         """Step the optimizer unless this batch is skipped, then what follows the weights; return whether it stepped."""
-        overflowed = self.record.scaler.overflowed(totals.loss, totals.norm)
-        accepted = not overflowed and self._judge(totals, step) and self._apply(totals, rate)
+        # no intervention of the guard: the factor is found by overflows, and is kept with the weights as they are
+        self._overflowed = self.record.scaler.overflowed(totals.loss, totals.norm)
+        accepted = not self._overflowed and self._judge(totals, step) and self._apply(totals, rate)
         if self.average is not None and self.average.is_due(step):
             self._fence()
             self.average.update()
@@ -330,7 +331,7 @@ class Trainer:
 
     def _commit(self, step: int) -> float:
         is_last = step == self.config.train.steps
-        if self.ckpt is None or not (self._accepted or is_last):
+        if self.ckpt is None or not (self._accepted or self._overflowed or is_last):
             self.data.sampler.commit()
             if self.ckpt is not None:  # every snapshot is of an accepted step: a skipped one pushes no checkpoint out
                 self.ckpt.fence()  # in place of the optimizer's: the snapshot before becomes complete
