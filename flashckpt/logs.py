@@ -11,7 +11,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-from flashckpt.errors import FlashckptError
+from flashckpt.errors import FlashckptError, ObjectStateError
 from flashckpt.printable import PrintableFormatter
 
 
@@ -83,11 +83,20 @@ def show_own_errors_plainly() -> None:
             previous(kind, error, trace)
             return
         with contextlib.suppress(Exception):
-            own = [frame for frame in traceback.extract_tb(trace) if not _is_ours(frame.filename)]
-            lines = ["Traceback (most recent call last):\n", *traceback.format_list(own)] if own else []
-            sys.stderr.write("".join([*lines, f"{kind.__module__}.{kind.__qualname__}: {error}\n"]))
+            sys.stderr.write("".join(_without_our_frames(error).format()))
 
     sys.excepthook = hook
+
+
+def _without_our_frames(error: FlashckptError) -> traceback.TracebackException:
+    """Return an error with the program's frames alone; of its causes only what a method of the program raised."""
+    shown = traceback.TracebackException(type(error), error, error.__traceback__)
+    shown.__cause__ = shown.__cause__ if isinstance(error, ObjectStateError) else None
+    shown.__context__ = None
+    for one in filter(None, (shown, shown.__cause__)):
+        own = [frame for frame in one.stack if not _is_ours(frame.filename)]
+        one.stack = traceback.StackSummary.from_list(own) if own else None  # type: ignore[assignment]  # then there is no heading
+    return shown
 
 
 def _is_ours(file: str) -> bool:

@@ -29,6 +29,7 @@ from flashckpt.storage.factory import place_of
 
 _logger = logging.getLogger("flashckpt")
 _UNREAD_BYTES = 256 << 10
+"""Room for tensors in the state of objects that are not asked for it yet: positions and generators."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -132,9 +133,7 @@ class Opening:
         if more := recorded_beside(layout.reserved, need.layout, self.directory, self.tracked):
             planned = map(layout.reserved.shard, range(len(layout.reserved)))
             need = need_of(in_order([*planned, *more]), value_bytes=value_bytes)
-        if (
-            self.tracked.unread
-        ):  # not asked yet whether there are tensors in their state: room for positions and generators
+        if self.tracked.unread:
             need = need.with_room(_UNREAD_BYTES)
         return CopyPlan.of(layout, self.tracked.ahead.refused), need
 

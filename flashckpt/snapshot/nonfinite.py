@@ -21,7 +21,7 @@ class FiniteWatch:
     def __init__(self) -> None:
         self._plan: CopyPlan | None = None
         self._rows = np.zeros(0, np.int64)
-        self._next, self._is_reported = 0, False
+        self._next, self._looks, self._is_reported = 0, 0, False
 
     def look(self, plan: CopyPlan, buffer: Buffer) -> str:
         """Return the name of a tensor that is not finite, the first time that one is seen; "" else."""
@@ -33,19 +33,21 @@ class FiniteWatch:
         table = plan.layout.table
         chosen = np.roll(self._rows, -self._next)[:_ROWS]
         self._next = (self._next + _ROWS) % max(1, len(self._rows))
+        self._looks += 1
         for row in chosen.tolist():
             held = buffer.array[int(table.byte_offset[row]) :][: int(table.nbytes[row])]
-            if not _is_finite(held, table.dtypes[int(table.dtype_id[row])]):
+            if not _is_finite(held, table.dtypes[int(table.dtype_id[row])], self._looks):
                 self._is_reported = True
                 return table.fqn(row)
         return ""
 
 
-def _is_finite(data: np.ndarray, dtype: str) -> bool:
+def _is_finite(data: np.ndarray, dtype: str, look: int) -> bool:
     if (kind := _KINDS.get(dtype)) is None:
         return True
     held = data.view(kind)
-    some = held[:: max(1, len(held) // _ELEMENTS)]
+    step = max(1, len(held) // _ELEMENTS)
+    some = held[look % step :: step]
     return bool(((some & 0x7F80) != 0x7F80).all() if dtype == "bfloat16" else np.isfinite(some).all())
 
 

@@ -106,7 +106,7 @@ class Snapshot:
                     self.error = fence_error(names, self.request.id.step)
                 elif self.witness is not None and (names := self.witness.changed(self.buffer)):
                     self.error = fence_error(names, self.request.id.step, found=UNCOUNTED)
-            except StalePlanError as error:  # here, for the fence asks too, in the training thread
+            except Exception as error:  # noqa: BLE001 -- of this snapshot alone: the fence asks too, in the training thread
                 self.error = error
 
 

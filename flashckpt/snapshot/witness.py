@@ -13,6 +13,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,10 +27,13 @@ from flashckpt.snapshot.runs import HostRuns
 _log = guarded(logging.getLogger("flashckpt"))
 Ints = npt.NDArray[np.int64]
 _Items = Callable[[Ints], list[Item]]
+_Turns = tuple["HostSamples | None", list[Item]]
+_Some = TypeVar("_Some", Ints, list[Item])
 BLOCKS, BLOCK_BYTES = 128, 1024
 """Read of host memory per snapshot: 0.1 to 0.2 ms of the training thread, most of it to find the tensors' memory."""
 FEW, FEW_BYTES = 16, 4096
 """The same of tensors on an accelerator, and of those that are no run of memory: each costs some operators of torch."""
+_MOST_KEPT = 64
 _GOLDEN = (5**0.5 - 1) / 2  # its multiples are spread evenly over [0, 1) however many there are
 
 
@@ -38,9 +42,10 @@ class HostSamples:
 
     Args:
         items: With `start` >= 0 and bytes.
+        memory: uint8[2, BLOCKS * BLOCK_BYTES] to read them into.
     """
 
-    def __init__(self, items: Sequence[Item]) -> None:
+    def __init__(self, items: Sequence[Item], memory: npt.NDArray[np.uint8]) -> None:
         self._items, self._runs = items, HostRuns(items)
         columns = [(item.start, item.offset, item.nbytes) for item in items]
         self._start, self._offset, self._nbytes = np.array(columns, np.int64).reshape(-1, 3).T
@@ -54,7 +59,7 @@ class HostSamples:
         self._first, self._slack = part * room, np.maximum(room - self._size, 0)
         ends = np.cumsum(self._size)
         self._places = ends - self._size
-        self._before, self._after = np.empty((2, int(ends[-1]) if len(ends) else 0), np.uint8)
+        self._before, self._after = memory[:, : int(ends[-1]) if len(ends) else 0]
         self._at = np.zeros_like(self._item)
 
     def take(self, phase: float) -> bool:
@@ -156,24 +161,22 @@ class Sampler:
     """
 
     def __init__(self, fenced: Ints, device: Ints, items: _Items) -> None:
-        self._items = items
-        self._host = [_Sampled(fenced[at : at + BLOCKS]) for at in range(0, len(fenced), BLOCKS)]
-        self._device = [_Sampled(device[at : at + FEW], on_host=False) for at in range(0, len(device), FEW)]
+        self._items, self._rows = items, (fenced, device)
+        self._turns: dict[int, _Turns] = {}
         self._number, self._is_warned = 0, False
+        self._memory = np.empty((2, BLOCKS * BLOCK_BYTES), np.uint8)  # of one snapshot at a time
 
     def take(self) -> Witness | None:
         """Read this snapshot's samples, in the training thread."""
         self._number += 1
-        phase, samples = self._number * _GOLDEN % 1, list[HostSamples | LooseSamples]()
+        phase = self._number * _GOLDEN % 1
         try:
-            if self._host:
-                turn = self._host[self._number % len(self._host)].seen(self._items)
-                if turn.runs is not None and turn.runs.take(phase):
-                    samples.append(turn.runs)
-                if turn.loose:
-                    samples.append(LooseSamples([block_of(item, phase) for item in turn.loose]))
-            loose = self._device[self._number % len(self._device)].seen(self._items).loose if self._device else []
-            return Witness(samples, [block_of(item, phase) for item in loose])
+            runs, loose = self._host()
+            samples: list[HostSamples | LooseSamples] = [runs] if runs is not None and runs.take(phase) else []
+            if loose:
+                samples.append(LooseSamples([block_of(item, phase) for item in self._few(loose)]))
+            device = self._few(self._rows[1])
+            return Witness(samples, [block_of(item, phase) for item in self._items(device) if item.nbytes])
         except StalePlanError:
             return None  # the copy finds it too, and says what it is
         except Exception:  # noqa: BLE001 -- training does not end for a look at it
@@ -182,20 +185,20 @@ class Sampler:
             self._is_warned = True
             return None
 
+    def _few(self, among: _Some) -> _Some:
+        """Return FEW of them, others each time."""
+        first = min(self._number * FEW % max(len(among), 1), max(len(among) - FEW, 0))
+        return among[first : first + FEW]
 
-class _Sampled:
-    """Rows of one turn; looked up when it comes the first time."""
-
-    def __init__(self, rows: Ints, *, on_host: bool = True) -> None:
-        self._rows: Ints | None = rows
-        self._on_host = on_host
-        self.runs: HostSamples | None = None
-        self.loose: list[Item] = []
-
-    def seen(self, items: _Items) -> _Sampled:
-        if self._rows is not None:
-            found = [item for item in items(self._rows) if item.nbytes]
-            runs = [item for item in found if item.start >= 0 and self._on_host]
-            self.runs = HostSamples(runs) if runs else None
-            self.loose, self._rows = [item for item in found if item.start < 0 or not self._on_host][:FEW], None
-        return self
+    def _host(self) -> _Turns:
+        """Return runs of host memory and other tensors of this turn; looked up once, unless there are very many turns."""
+        rows, turns = self._rows[0], -(-len(self._rows[0]) // BLOCKS)
+        turn = self._number % max(turns, 1)
+        if (known := self._turns.get(turn)) is not None:
+            return known
+        found = [item for item in self._items(rows[turn * BLOCKS : (turn + 1) * BLOCKS]) if item.nbytes]
+        runs = [item for item in found if item.start >= 0]
+        made = HostSamples(runs, self._memory) if runs else None, [item for item in found if item.start < 0]
+        if turns <= _MOST_KEPT:
+            self._turns[turn] = made
+        return made

@@ -139,8 +139,10 @@ def in_live_order(name: str, thing: Any, state: Any, groups: Sequence[GroupsOf])
         state: What was recorded of it.
         groups: Of all optimizers.
     """
-    own = group_of(thing, groups)
     is_scheduler = isinstance(thing, torch.optim.lr_scheduler.LRScheduler)
+    if not is_scheduler and all(one.order.is_same for one in groups):  # nearly always
+        return state, []
+    own = group_of(thing, groups)
     if own is None and not is_scheduler:
         moved = [one for one in groups if not one.order.is_same]
         if len(moved) != 1:

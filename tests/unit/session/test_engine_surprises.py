@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.exact import started, state_of, step_once
-from support.one_rank import Holder, agent_of_the_test, crash, finished  # noqa: F401 -- one is a fixture
+from support.one_rank import Holder, agent_of_the_test, crash, finished, opened  # noqa: F401 -- one is a fixture
 from torch import nn
 
 from flashckpt import Checkpointer, logs
@@ -171,3 +171,31 @@ def test_an_error_that_ends_the_program_is_shown_once_without_frames_of_our_own(
         assert text.splitlines()[0] not in caplog.text, "what is raised is not logged too"
     sys.excepthook(KeyError, KeyError("x"), None)
     assert "KeyError: 'x'" in capsys.readouterr().err
+
+
+class Fails:
+    def state_dict(self) -> dict[str, int]:
+        return {"a": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise KeyError("of the program")
+
+
+def test_what_a_method_of_the_program_raised_is_shown_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, monitor = nn.Linear(4, 4), Fails()
+    ckpt = opened(tmp_path, model=model, monitor=monitor)
+    ckpt.step(1)
+    crash(ckpt)
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    logs.show_own_errors_plainly()
+    try:
+        opened(tmp_path, model=model, monitor=monitor)
+    except FlashckptError as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    printed = capsys.readouterr().err
+    assert (
+        printed.index("in load_state_dict") < printed.index("KeyError: 'of the program'") < printed.index("'monitor'")
+    )
+    assert "flashckpt/state/" not in printed

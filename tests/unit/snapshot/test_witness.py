@@ -47,6 +47,10 @@ def box_of(*shape: int) -> LocalBox:
     return LocalBox(global_shape=shape, offsets=(0,) * len(shape), lengths=shape, starts=(0,) * len(shape))
 
 
+def memory() -> Any:
+    return np.empty((2, witness.BLOCKS * witness.BLOCK_BYTES), np.uint8)
+
+
 def models() -> dict[str, nn.Module]:
     return {
         "linear layers": nn.Sequential(*[nn.Linear(40, 40) for _ in range(6)]),
@@ -187,7 +191,7 @@ def test_blocks_of_host_memory_cover_small_tensors_and_spread_over_large_ones() 
         Item(str(number), box_of(n), tensor, 0, n, 0, 0, n, tensor.dtype, tensor.shape)
         for number, (n, tensor) in enumerate(zip(sizes, tensors, strict=True))
     ]
-    samples = witness.HostSamples(items)
+    samples = witness.HostSamples(items, memory())
     read = np.zeros(3_000_000, np.int64)
     for number in range(200):
         assert samples.take(number * witness._GOLDEN % 1)
@@ -203,7 +207,7 @@ def test_blocks_of_host_memory_cover_small_tensors_and_spread_over_large_ones() 
 def test_memory_that_is_gone_is_left_to_the_copy() -> None:
     tensor = torch.zeros(100)
     item = Item("x", box_of(100), tensor, 0, 400, 0, 0, 400, tensor.dtype, tensor.shape)
-    samples = witness.HostSamples([item])
+    samples = witness.HostSamples([item], memory())
     with contextlib.suppress(RuntimeError):
         tensor.untyped_storage().resize_(0)
     assert not samples.take(0.5)

@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.one_rank import Holder, agent_of_the_test, crash, finished, step_kept  # noqa: F401 -- fixtures
@@ -14,7 +15,13 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from flashckpt import Checkpointer
 from flashckpt.sampler import ElasticSampler, SeededSamples
+from flashckpt.snapshot.copy import Buffer
+from flashckpt.snapshot.copy_plan import CopyPlan
+from flashckpt.snapshot.nonfinite import FiniteWatch
 from flashckpt.state.coverage import coverage
+from flashckpt.state.placement import current_world
+from flashckpt.state.registry import StateRegistry
+from flashckpt.state.state_layout import StateLayout
 
 PARTS = ("data position", "random state", "the scheduler of optimizer", "what samples draw in loader workers")
 
@@ -127,3 +134,18 @@ def test_what_is_not_finite_is_said_once(
     crash(ckpt)
     found = [one for one in caplog.records if "holds NaN or infinity" in one.getMessage()]
     assert len(found) == (value != 1.0)
+
+
+def test_one_element_that_is_not_finite_is_found_in_its_turn() -> None:
+    model = torch.nn.Linear(64, 40, bias=False)
+    tracked = StateRegistry(current_world())
+    tracked.add("model", model)
+    tracked.add("optimizer", torch.optim.SGD(model.parameters()))
+    plan = CopyPlan.of(StateLayout.of(tracked.structure(tracked.capture())))
+    values = np.zeros(64 * 40, np.float32)
+    values[1234] = np.nan
+    data, watch = bytearray(plan.layout.total), FiniteWatch()
+    (item,) = plan.fenced
+    data[item.offset : item.offset + item.nbytes] = values.tobytes()
+    looks = [watch.look(plan, Buffer(memoryview(data))) for _ in range(64 * 40 // 32)]
+    assert [name for name in looks if name] == ["model.weight"]
