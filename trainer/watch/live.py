@@ -62,11 +62,10 @@ class LiveDisplay:
     def close(self) -> None:
         """Remove the display and leave one line about the last step."""
         self._closing.set()
-        self._thread.join(_JOIN_S)  # longer only if the terminal is held (Ctrl-S)
-        if self._thread.is_alive():
-            return
-        last = self._last
-        self._write(CLEAR + (f"{progress_text(*last, steps=self._steps, left_s=self._left_s())}\n" if last else ""))
+        self._thread.join(_JOIN_S)
+        if not self._thread.is_alive():  # it is while the terminal is held (Ctrl-S)
+            last = self._last
+            self._write(CLEAR + (f"{progress_text(*last, steps=self._steps, left_s=self._left_s())}\n" if last else ""))
         if self._hangup is not None:
             signal.signal(signal.SIGHUP, self._hangup)
             self._hangup = None

@@ -134,6 +134,10 @@ def lines(folder: Path, rank: int) -> list[str]:
         return []
 
 
+def job_processes(folder: Path) -> dict[int, str]:
+    return {**processes_of(folder), **processes_of(memory_root())}
+
+
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
 def test_a_signal_to_every_process_of_a_job_is_an_agreed_stop(tmp_path: Path, name: str) -> None:
     """dlrun, zygote, ranks, their loader workers and the persister: all ranks end after one step, and no sample is lost."""
@@ -141,8 +145,9 @@ def test_a_signal_to_every_process_of_a_job_is_an_agreed_stop(tmp_path: Path, na
     flags = ("--nproc-per-node=2", "--max-restarts=0", tmp_path / "train.py", tmp_path)
     with dlrun(tmp_path, *flags, 100000) as launch:
         launch.until(lambda: len(lines(tmp_path, 0)) > 10, "some steps")
-        found = {**processes_of(tmp_path), **processes_of(memory_root())}
-        assert len(found) >= 1 + 1 + 2 + 4 + 1  # dlrun, zygote, ranks, loader workers, persister
+        everyone = 1 + 1 + 2 + 4 + 1  # dlrun, zygote, ranks, loader workers; the persister is started beside the steps
+        launch.until(lambda: len(job_processes(tmp_path)) >= everyone, "all processes")
+        found = job_processes(tmp_path)
         for pid in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, getattr(signal, name))
