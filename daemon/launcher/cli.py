@@ -274,7 +274,7 @@ def main(args: list[str] | None = None) -> int:
     except FlashckptError as error:
         return _fail(error)
     if isinstance(zygote, dict):  # this process is a worker now; only this frame of dlrun remains on its stack
-        from flashckpt.daemon.launcher.worker import run_worker
+        from flashckpt.daemon.zygote.worker import run_worker
 
         return run_worker(zygote)
     code = _run_program(parsed, zygote)

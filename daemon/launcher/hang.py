@@ -13,8 +13,8 @@ from pathlib import Path
 from statistics import median
 from typing import Protocol
 
-from flashckpt.daemon.launcher.worker import STACKS_SIGNAL
 from flashckpt.daemon.machine.process import session_cpu_s
+from flashckpt.daemon.zygote.worker import STACKS_SIGNAL
 from flashckpt.shm.persister_process import stat_of
 
 MINIMUM_S = 60.0

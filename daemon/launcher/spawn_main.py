@@ -10,7 +10,7 @@ import faulthandler
 import os
 import sys
 
-from flashckpt.daemon.launcher import worker
+from flashckpt.daemon.zygote import worker
 
 MODULE, OWN_LOG = "--as-module", "--own-log"
 

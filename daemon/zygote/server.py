@@ -263,7 +263,7 @@ def main() -> int:
     adopt_parent(agent)
     _shield()
     request = serve(socket.socket(fileno=fd), agent)
-    from flashckpt.daemon.launcher.worker import run_worker
+    from flashckpt.daemon.zygote.worker import run_worker
 
     return run_worker(request)
 

@@ -105,21 +105,3 @@ def shapes_of(state: StateDict, label: str = MODEL) -> dict[str, tuple[int, ...]
         for row in state.tensors
         if row.shard.fqn.startswith(f"{label}.")
     }
-
-
-def read(path: Path, kind: str, parameters: Sequence[str] | None, *, wants: Wants) -> Taken:
-    """Return what the checkpoint of a framework holds.
-
-    Raises:
-        ConfigError: An optimizer's parameters have no names.
-        DamagedError, UnsupportedStateError: Its files cannot be read.
-    """
-    from flashckpt.interop import deepspeed_folders, lightning_files, megatron_folders, trainer_folders
-
-    if kind == "lightning":
-        return lightning_files.read_file(path, parameters, wants=wants)
-    if kind == "deepspeed":
-        return deepspeed_folders.read_folder(path, wants=wants)
-    if kind == "megatron":
-        return megatron_folders.read_folder(path, wants=wants)
-    return trainer_folders.read_folder(path, parameters, wants=wants)

@@ -19,6 +19,7 @@ from flashckpt.interop.foreign_files import decoding, refuse_shape, seeing
 from flashckpt.interop.selection import Selection, refuse_clashes, refuse_nothing
 
 if TYPE_CHECKING:
+    from flashckpt.interop.framework_state import Taken, Wants
     from flashckpt.interop.numbered_state import Renaming
     from flashckpt.interop.state_dicts import StateDict
 
@@ -128,10 +129,9 @@ def _is_optimizer(path: Path, kind: str) -> bool:
 
 def _opened(path: Path, kind: str, selection: Selection, parameters: Sequence[str] | None) -> Foreign:
     if kind in origins.ORIGINS:
-        from flashckpt.interop import framework_state
         from flashckpt.interop.numbered_state import Renaming
 
-        taken = framework_state.read(path, kind, parameters, wants=selection.may_take)
+        taken = _of_framework(path, kind, parameters, wants=selection.may_take)
         new = Renaming(selection, taken.state, is_plain=False)
         with decoding(path, f"a {kind} checkpoint"):
             found = _from_state_dict(taken.state, kind, selection, path, new)
@@ -149,6 +149,18 @@ def _opened(path: Path, kind: str, selection: Selection, parameters: Sequence[st
         new = Renaming(selection, state, is_plain=True)
         state = named(state, new, lambda key: selection.takes(key, new(key)), parameters, path)
         return replace(_from_state_dict(state, kind, selection, path, new), renamed=new.labels)
+
+
+def _of_framework(path: Path, kind: str, parameters: Sequence[str] | None, *, wants: Wants) -> Taken:
+    from flashckpt.interop import deepspeed_folders, lightning_files, megatron_folders, trainer_folders
+
+    if kind == "lightning":
+        return lightning_files.read_file(path, parameters, wants=wants)
+    if kind == "deepspeed":
+        return deepspeed_folders.read_folder(path, wants=wants)
+    if kind == "megatron":
+        return megatron_folders.read_folder(path, wants=wants)
+    return trainer_folders.read_folder(path, parameters, wants=wants)
 
 
 def _selected(values: Mapping[str, Any], selection: Selection, new: Renaming) -> dict[str, Any]:

@@ -1,17 +1,15 @@
 """Keys and values of the tokens so far, so that the next token costs one token's work.
 
-The model runs the same code with and without it: `continued` gives it the positions of the new tokens, and attention
+The model runs the same code with and without it: `Positions.behind` gives it the positions of the new tokens, and attention
 asks `KeyValueCache.extend` for all keys and values. One process, the whole model.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-
-from flashckpt.trainer.model.positions import Positions
 
 
 @dataclass(kw_only=True, eq=False)
@@ -53,9 +51,3 @@ class KeyValueCache:
         key = torch.arange(end, device=device)[None, :]
         seen = key <= query
         return seen & (key > query - window) if window else seen
-
-
-def continued(positions: Positions, cache: KeyValueCache, tokens: int) -> Positions:
-    """Return the positions of `tokens` new tokens behind those of a cache."""
-    span = slice(cache.length, cache.length + tokens)
-    return replace(positions, cosines=positions.cosines[span], sines=positions.sines[span], cache=cache)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,6 +52,11 @@ class Positions:
             cosines, sines = (table.index_select(-2, index) for table in (self.cosines, self.sines))
             return cosines[..., None, :], sines[..., None, :]
         return self.cosines[..., :tokens, None, :], self.sines[..., :tokens, None, :]
+
+    def behind(self, cache: KeyValueCache, tokens: int) -> Positions:
+        """Return the positions of `tokens` new tokens behind those of a cache."""
+        span = slice(cache.length, cache.length + tokens)
+        return replace(self, cosines=self.cosines[span], sines=self.sines[span], cache=cache)
 
     def mask(self, tokens: int, *, has_window: bool) -> Tensor | None:
         """Return which key each query of `tokens` sees in a layer; None: those that are not after it."""

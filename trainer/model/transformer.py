@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812 -- the name everybody reads
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flashckpt.trainer.model.cache import KeyValueCache, continued
+from flashckpt.trainer.model.cache import KeyValueCache
 from flashckpt.trainer.model.context import ContextAttention, ContextSlice
 from flashckpt.trainer.model.flex import FlexMasks
 from flashckpt.trainer.model.joint import Linear, joins, turned_projections
@@ -174,7 +174,7 @@ class Transformer(nn.Module):
 
         Only for a whole model that is in one piece: no wrapper sees the call.
         """
-        logits = self._through(tokens, continued(self._known_positions(), cache, tokens.shape[1]))
+        logits = self._through(tokens, self._known_positions().behind(cache, tokens.shape[1]))
         cache.length += tokens.shape[1]
         return logits
 

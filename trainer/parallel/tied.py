@@ -6,27 +6,31 @@ either order. The price is one more vocab x dim of state, where both are on one 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-if TYPE_CHECKING:
-    from flashckpt.trainer.parallel.apply import Parallel
+from flashckpt.trainer.parallel.layout import Layout
 
 EMBEDDING, HEAD = "tok_embeddings.weight", "output.weight"
 
 
-def add_tied_gradients(parallel: Parallel) -> None:
+def add_tied_gradients(parts: Iterable[nn.Module], layout: Layout, stages: dist.ProcessGroup) -> None:
     """Give embedding and head the sum of their gradients. Collective over the two ends of a pipeline.
+
+    Args:
+        parts: Of the model, on this rank.
+        layout: Says which ranks of `stages` hold the two ends.
+        stages: The ranks of this pipeline.
 
     Runs once all gradients are placed as their parameters (`settle_gradients`).
     """
     held = {
         name.removeprefix("module."): parameter
-        for part in parallel.parts
+        for part in parts
         for name, parameter in part.named_parameters()
         if name.removeprefix("module.") in (EMBEDDING, HEAD)
     }
@@ -36,16 +40,15 @@ def add_tied_gradients(parallel: Parallel) -> None:
         head.copy_(embedding)
     elif held:
         (name,) = held
-        layout, group = parallel.layout, parallel.mesh["pp"].get_group()
         other = layout.rank_of_stage(layout.stages - 1 if name == EMBEDDING else 0)
         mine = _grad(held[name])
         theirs = torch.empty_like(mine)
         if name == EMBEDDING:  # one end sends first: no backend then waits for both at once
-            dist.send(mine, group=group, group_dst=other)
-            dist.recv(theirs, group=group, group_src=other)
+            dist.send(mine, group=stages, group_dst=other)
+            dist.recv(theirs, group=stages, group_src=other)
         else:
-            dist.recv(theirs, group=group, group_src=other)
-            dist.send(mine, group=group, group_dst=other)
+            dist.recv(theirs, group=stages, group_src=other)
+            dist.send(mine, group=stages, group_dst=other)
         mine.add_(theirs)
 
 

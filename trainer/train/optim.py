@@ -20,7 +20,7 @@ def settle_gradients(parallel: Parallel) -> None:
         if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
             parameter.grad = grad.redistribute(placements=parameter.placements)
     if parallel.tied:
-        add_tied_gradients(parallel)
+        add_tied_gradients(parallel.parts, parallel.layout, parallel.mesh["pp"].get_group())
 
 
 def local_square_sum(parallel: Parallel) -> Tensor:

@@ -12,9 +12,10 @@ from support.dlrun import run_dlrun
 from support.paths import ROOT
 
 from flashckpt import errors
-from flashckpt.daemon.launcher import cli, worker
+from flashckpt.daemon.launcher import cli
 from flashckpt.daemon.launcher.budget import RESTARTS
 from flashckpt.daemon.launcher.options import LaunchOutcome, NodeCheckError
+from flashckpt.daemon.zygote import worker
 from flashckpt.errors import FINAL_CODES, RESUME_EXIT_CODE, FlashckptError, HangError, PersistError, RestartBudgetError
 
 pytestmark = pytest.mark.timeout(300)

@@ -465,7 +465,7 @@ def test_worker_whose_launcher_died_while_it_was_forked_ends_at_once(reaped: boo
 def test_stop_signal_sent_to_a_worker_that_is_still_being_forked_is_not_lost() -> None:
     """The zygote ignores SIGTERM; a worker that inherited that would train on until it is killed."""
     code = (
-        "import os, signal, sys\nfrom flashckpt.daemon.zygote import server as zygote\nfrom flashckpt.daemon.launcher.worker import run_worker\n"
+        "import os, signal, sys\nfrom flashckpt.daemon.zygote import server as zygote\nfrom flashckpt.daemon.zygote.worker import run_worker\n"
         "zygote._shield()\nworker = zygote._fork_workers([{}])\n"
         "if isinstance(worker, dict):\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"

@@ -39,7 +39,7 @@ def starts_a_thread(words): threading.Thread(target=threading.Event().wait, daem
 """
 CLIENT = """
 import json, logging, os, sys, time
-from flashckpt.daemon.launcher.worker import run_worker
+from flashckpt.daemon.zygote.worker import run_worker
 from flashckpt.daemon.machine.process import become_subreaper
 from flashckpt.daemon.zygote.client import ZygoteClient
 

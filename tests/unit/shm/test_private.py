@@ -18,8 +18,8 @@ from support.memory import ended, fork, spec_of
 from flashckpt.bench import scratch
 from flashckpt.cli import main as cli
 from flashckpt.core.generation import Generation
-from flashckpt.daemon.launcher import worker
 from flashckpt.daemon.launcher.watch import JobWatch
+from flashckpt.daemon.zygote import worker
 from flashckpt.errors import ConfigError, SharedMemoryError
 from flashckpt.shm.gc import look
 from flashckpt.shm.job_directory import JobDirectory, memory_root
