@@ -10,6 +10,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import contextlib
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,6 +52,17 @@ def _own_memory_tier(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     # What the test has set: fixtures of the next module are made before this one clears anything.
     for name in [key for key in os.environ if key.startswith("FLASHCKPT_")]:
         del os.environ[name]
+
+
+@pytest.fixture(autouse=True)
+def _signals_stay() -> Iterator[None]:
+    """A program that a test ran here (a daemon's `main`) leaves no handler to the next file of the same worker."""
+    numbers = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        if handler is not None and signal.getsignal(number) != handler:
+            signal.signal(number, handler)
 
 
 @pytest.fixture(params=["python", "the best"])
