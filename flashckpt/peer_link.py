@@ -81,7 +81,7 @@ class PeerLink:
         mark = _read(self._sock, _MARK, until)
         _read_into(self._sock, into, until)
         if not hmac.compare_digest(mark, _mark(self._receiving, self._received, into)):
-            raise StrangerError("bytes are not the ones that the other side sent")
+            raise StrangerError("message authentication failed")
         self._received += 1
 
     def receive_map(self, timeout_s: float, most: int | None = None) -> dict[Any, Any]:

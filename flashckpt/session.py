@@ -236,8 +236,8 @@ class Session:
             )
         if self._stale.look(snapshot):
             _log.warning(
-                "three snapshots up to step %d hold equal parameters and optimizer state although the optimizer "
-                "stepped: is the model that trains the one that is tracked?",
+                "three snapshots up to step %d are identical although the optimizer stepped: is the tracked model the one "
+                "being trained?",
                 snapshot.request.id.step,
             )
         self._call("on_snapshot", snapshot.request.id.step)
@@ -249,8 +249,8 @@ class Session:
         if snapshot.found_full and not self._is_full_logged:
             self._is_full_logged = True
             _log.warning(
-                "no core is free for copying snapshots beside training: from step %d on they are copied inside "
-                "ckpt.step() while that is so, which costs training less",
+                "no idle core: from step %d on snapshots are copied inside ckpt.step(), which costs training less, "
+                "until a core is idle again",
                 snapshot.request.id.step,
             )
 
@@ -260,8 +260,8 @@ class Session:
         except FileNotFoundError:
             if not self._is_removed:
                 _log.error(
-                    "the memory of this job was removed under it (%s): training continues, but nothing more is "
-                    "persisted and a crash goes back to storage, until the job is started again",
+                    "another process removed this job's shared memory (%s): training continues without snapshots, and "
+                    "a crash falls back to the last checkpoint; restart the job to resume snapshots",
                     self.directory.path,
                 )
             self._is_removed = True

@@ -192,7 +192,7 @@ class Settings:
             raise ConfigError(
                 "two slots are too few to replicate from",
                 found=f"replicate={self.replicate} with slots={self.slots}",
-                expected="at least 3 slots: one is being sent, one is the newest that was sent, one is written",
+                expected="at least 3 slots (sending, last sent, writing)",
                 remedy='slots="auto", 3 or more',
             )
 

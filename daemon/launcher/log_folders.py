@@ -38,5 +38,5 @@ def opened(path: str) -> IO[str] | None:
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise
-        _log.warning("%s cannot be opened (%s): what belongs there follows here", path, error.strerror)
+        _log.warning("%s cannot be opened (%s): its output continues here", path, error.strerror)
         return None

@@ -139,7 +139,7 @@ def _plain(value: Any) -> Any:
         return {"map": [[_plain(key), _plain(value[key])] for key in sorted(value)]}
     if value is None or isinstance(value, (bool, int, str)):
         return value
-    raise TypeError(f"a {type(value).__name__} in the rendezvous state of this torch is not known")
+    raise TypeError(f"unsupported type {type(value).__name__} in torch's rendezvous state")
 
 
 def _value(plain: Any) -> Any:

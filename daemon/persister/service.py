@@ -360,9 +360,9 @@ class Daemon:
             self.exit_code = self.attempts.error_code or PersistError.exit_code
             steps = ", ".join(f"step {step} of generation {generation}" for generation, step in undone)
             _log.error(
-                "ended with work undone: %s on storage; in this node's memory it stays, and the next daemon of the"
-                " job continues with it (%s); exit code %d",
-                f"{steps} is not",
+                "persister stopped before %s was committed (%s); the snapshot stays in this node's memory, and the next "
+                "persister of the job resumes it; exit code %d",
+                steps,
                 self.error.partition("\n")[0] or "the storage did not answer in time",
                 self.exit_code,
             )

@@ -87,7 +87,7 @@ def _redirect(fd: int, name: str, path: str, reports: int | None) -> None:
         try:
             target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         except OSError as error:
-            problem = f"[dlrun] {path} cannot be opened ({error.strerror}): what belongs there follows here\n"
+            problem = f"[dlrun] {path} cannot be opened ({error.strerror}): its output continues here\n"
         else:
             os.dup2(target, fd)
             os.close(target)

@@ -100,7 +100,7 @@ def root_and_step(checkpoint_id: CheckpointId | None) -> tuple[str, int]:
     step = re.fullmatch(r"(?:.*\D)?(\d{1,18})", name)
     if step is None or re.search(r"\.g\d+$", name) or not root or root.endswith(":/"):
         raise ConfigError(
-            "the place of this checkpoint does not say its root and its step",
+            "cannot derive root and step from this checkpoint_id",
             found=f"checkpoint_id={checkpoint_id!r:.200}",
             expected="a path that ends in the step, e.g. /checkpoints/run8/120",
             state="Nothing was saved or loaded.",

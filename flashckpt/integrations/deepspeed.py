@@ -126,7 +126,7 @@ def _positions_of(sources: list[Any], engine: Any) -> list[Any]:
     """
     if not [source for source in sources if source is not None]:
         raise ConfigError(
-            "what the training reads from is not named",
+            "data= is missing: the loader or sampler that training reads",
             expected="FlashCheckpoint(engine, root, data=loader)",
             remedy=_LOADERS,
         )

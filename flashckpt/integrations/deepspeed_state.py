@@ -101,7 +101,7 @@ def make_state(inner: torch.optim.Optimizer, owner: torch.Tensor, group: Mapping
     is_fused_adam = (kind.__module__, kind.__qualname__) == ("deepspeed.ops.adam.fused_adam", "FusedAdam")
     if kind not in {torch.optim.Adam, torch.optim.AdamW} and not is_fused_adam:
         raise UnsupportedStateError(
-            "what this optimizer keeps is made in its first step only, so that nothing could be restored into it",
+            "this optimizer creates its state in step 1, so there is nothing to restore into",
             found=f"{kind.__module__}.{kind.__qualname__}",
             expected="torch.optim.AdamW or Adam, or DeepSpeed's FusedAdam",
             state="Nothing was tracked.",

@@ -26,7 +26,7 @@ def positions_of(sources: Sequence[Any], accelerator: Any) -> list[Any]:
     """
     if not [source for source in sources if source is not None]:
         raise ConfigError(
-            "what the training reads from is not named",
+            "data= is missing: the loader or sampler that training reads",
             expected="FlashCheckpoint(accelerator, root, data=loader)",
             remedy=_REMEDY,
         )

@@ -323,7 +323,7 @@ def _is_restart() -> bool:
 def _refuse_replicas(others: Mapping[str, Any]) -> None:
     if others:
         raise ConfigError(
-            "this manager does not know what another Trainer gives it",
+            "unsupported arguments of another Trainer class",
             found=", ".join(sorted(others)),
             expected="torchtitan's Trainer: replicas of torchft start and end apart, and no snapshot would be common to them",
             remedy="train without torchft under dlrun, or keep torchft's own TorchFTCheckpointManager",

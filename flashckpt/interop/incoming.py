@@ -83,7 +83,7 @@ def _detect(path: Path) -> str:
         found=found,
         expected="a .safetensors file, a Hugging Face folder, a torch.save file, a folder with .metadata (dcp), or a checkpoint "
         "of Hugging Face's Trainer, Accelerate, PEFT, Lightning, DeepSpeed (universal) or Megatron",
-        remedy="give the path of one, or say with --format what it is",
+        remedy="pass the path of one checkpoint, or --format",
     )
 
 

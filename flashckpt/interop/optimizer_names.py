@@ -123,7 +123,7 @@ def named(state_dict: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, 
 def refuse_numbers(path: object, count: int) -> ConfigError:
     """Return the error for numbers that no name could be found for."""
     return ConfigError(
-        f"the optimizer of {path} numbers its parameters, and what is there does not say for certain which names they have",
+        f"the optimizer of {path} identifies parameters by number, and their names cannot be inferred",
         found=f"{count} parameters",
         expected="--parameters FILE with their names, one to a line, in the order of optimizer.param_groups",
         state="Nothing was imported.",

@@ -123,7 +123,7 @@ def choose_level(level: str | None) -> str:
     if name := level or os.environ.get(LEVEL_VARIABLE, ""):
         if name not in usable:
             raise ConfigError(
-                f"there is no {name!r} copy on this machine",
+                f"unsupported copy implementation {name!r} on this CPU",
                 found=f"{LEVEL_VARIABLE}={name}" if level is None else f"level={name!r}",
                 expected=" or ".join(usable),
                 state="Nothing was copied.",

@@ -69,7 +69,7 @@ def emptied(root: str, missing: SnapshotId, found: Candidates) -> RootError:
         f"the root {root} holds no checkpoint, although some of this job were committed on it",
         found="no checkpoint" if held is None else f"no checkpoint; in memory {held}",
         expected=f"{missing}, or a newer one",
-        state="Nothing was restored, and what is in memory is as it was.",
+        state="Nothing was restored; snapshots in memory are untouched.",
         remedy="; ".join(ways),
     )
 

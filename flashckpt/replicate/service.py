@@ -192,10 +192,10 @@ class ReplicationService:
         try:
             self._listener = Listener(self, wanted, port)
             found = NodeEndpoint(address=wanted, port=self._listener.port, pid=os.getpid())
-            _log.info("takes replicas in at %s port %d", wanted, found.port)
+            _log.info("accepting replicas at %s port %d", wanted, found.port)
         except OSError as error:
             found = NodeEndpoint(address=wanted, pid=os.getpid(), problem=str(error))
-            _log.error("takes no replicas in: cannot listen on %s: %s", wanted, error)
+            _log.error("cannot accept replicas: cannot listen on %s: %s", wanted, error)
         job_records.write(records.endpoint_path(self._directory), found)
 
     def _begin(self, session: ReplicaSession | None, record: Generation) -> None:
@@ -309,8 +309,8 @@ def _say_passed_over(session: ReplicaSession, nodes: Sequence[int]) -> None:
     if nodes:
         names = ", ".join(session.name(node) for node in nodes)
         _log.warning(
-            "replicas are sent without %s, which could not be reached for %.0f s: what its senders and it alone hold is as safe "
-            "as the newest replica everywhere, or checkpoint, is new", names, passed_over_s(),
+            "replicas are sent without %s, which could not be reached for %.0f s: state that only these "
+            "nodes hold is protected only up to the newest full replica or checkpoint", names, passed_over_s(),
         )  # fmt: skip
     else:
         _log.info("all nodes take part in replication again")

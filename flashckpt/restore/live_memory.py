@@ -159,7 +159,7 @@ def _copy_once(fqn: str, live: torch.Tensor, staged: torch.Tensor) -> None:
                 live, staged = live.narrow(dim, 0, 1), staged.narrow(dim, 0, 1)
         if bytes(bytes_of(staged.expand(whole.shape).contiguous())) != bytes(bytes_of(whole)):
             raise UnsupportedStateError(
-                f"{fqn!r} is an expanded tensor here, which has one value where the snapshot has several",
+                f"{fqn!r} is an expanded (stride-0) tensor; the snapshot holds distinct elements",
                 found=f"strides {live.stride()} for shape {tuple(whole.shape)}",
                 state="Live state is a mixture and must not be trained on.",
                 remedy="build the tensor as the run that took the snapshot did: .clone() or .contiguous()",

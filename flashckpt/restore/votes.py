@@ -130,7 +130,7 @@ def hold(vote: Vote, rejection: Rejection | None = None) -> Ballot:
     if rejection is not None and isinstance(rejection.error, _OF_THE_PROGRAM):
         raise rejection.error
     raise TensorMismatchError(
-        f"{vote.id} is not of this program: rank {first} says why",
+        f"snapshot of {vote.id} does not match this program (see rank {first})",
         found=votes[first].reason,
         state="Nothing was restored.",
     )

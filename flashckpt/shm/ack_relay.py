@@ -223,9 +223,7 @@ class RelayThread:
             done = self._relay.turn()
         except Exception as error:  # noqa: BLE001 -- c10d raises several kinds, among them RuntimeError
             if str(error) != self._problem and not self._is_closed:
-                _log.warning(
-                    "other nodes do not learn which snapshots this one holds, and it is tried again: %s", error
-                )
+                _log.warning("could not tell other nodes which snapshots this one holds (will retry): %s", error)
             self._problem = str(error)
             return False
         self._problem = ""

@@ -220,7 +220,7 @@ class RankSegments:
         if segment.is_cut_short:
             assert self._replace_again is not None, "there is a segment"
             _log.error(
-                "%s was truncated by another process: the snapshots in it are lost; other memory is being made, beside training",
+                "%s was truncated by another process: its snapshots are lost; a new segment is being allocated in the background",
                 segment.path,
             )
             self._replace_again()

@@ -45,7 +45,7 @@ def _kind(fqn: str, param: torch.Tensor, tensor: torch.Tensor) -> str:
         if same_mesh and all(p.is_replicate() for p in tensor.placements):
             return REPLICATED
         raise UnsupportedStateError(
-            f"{fqn!r} is placed in a way that a fresh optimizer could not be given back",
+            f"{fqn!r} has a placement that cannot be recreated in a new optimizer",
             found=f"a DTensor of shape {tuple(tensor.shape)} and {tensor.placements} on {tensor.device_mesh}",
             expected="the shape and placements of its parameter, or Replicate on its mesh",
             remedy="redistribute it to Replicate inside the optimizer",

@@ -84,7 +84,7 @@ def test_memory_that_is_removed_under_a_rank_is_said_once_and_wait_and_close_end
         ckpt._alive()._stager.finish()
     said = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
     assert len(said) == 1
-    assert "removed under it" in said[0]
+    assert "removed this job's shared memory" in said[0]
     with pytest.raises(PersistError):
         ckpt.wait(0.1)
     ckpt.close()

@@ -90,7 +90,7 @@ def _refuse_different(where: str, device: torch.device) -> None:
         raise ConfigError(
             "the ranks found different checkpoints",
             found=f"{where} on this one",
-            expected="one on all: the run seems to be training",
+            expected="the same newest checkpoint on all ranks (is the run still training?)",
             state="Nothing was evaluated.",
             remedy="start again, or evaluate a root to which nothing is written",
         )

@@ -174,7 +174,7 @@ def _rope(values: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _refused(where: str, key: str, value: Any, expected: str) -> ConfigError:
     return ConfigError(
-        f"{where} asks for something that the trainer's model does not do",
+        f"{where} uses a feature that the trainer's model does not support",
         found=f"{key} = {value!r}"[:200],
         expected=expected,
         state="Nothing was read.",

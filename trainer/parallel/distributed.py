@@ -114,7 +114,7 @@ def process_group(config: RunConfig, *, alone: bool = False) -> Iterator[torch.d
     wanted = config.train.device
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            "train.device = cuda, and there is no such device",
+            'train.device = "cuda", but no CUDA device is available',
             found="torch sees no CUDA device",
             expected="a device, and a torch that was built for it",
             state="Nothing was started.",

@@ -70,7 +70,7 @@ def refuse_check(config: RunConfig) -> None:
 
 def _refused(reason: str, config: RunConfig, found: str) -> LayoutError:
     return LayoutError(
-        f"parallel.sync_every does not go with this run: {reason}",
+        f"parallel.sync_every is incompatible with this run: {reason}",
         found=f"parallel.sync_every = {config.parallel.sync_every}, {found}",
         expected="parallel.sync_every = 0, or a run without the other",
         state="Nothing was started.",

@@ -312,7 +312,7 @@ def _check_router_losses(config: RunConfig, layout: Layout) -> None:
     model = config.model
     if layout.padding and (model.router_aux_loss or model.router_z_loss or model.router_bias_rate):
         raise LayoutError(
-            "what evens out a router does not go with padding: rows without a sample would count as tokens",
+            "router losses are incompatible with a padded batch: rows without a sample would count as tokens",
             found=f"train.global_batch = {layout.global_batch}, {layout.local_batch * layout.dp} rows in this layout",
             expected=f"a global batch that fills the rows, such as {layout.local_batch * layout.dp}",
             state="Nothing was started.",

@@ -63,7 +63,7 @@ class PhasedSampler:
         number, phases = int(state["phase"]), self._data.phases
         if number >= len(phases) or phases[number].config.train.seq_len != state["seq_len"]:
             raise ConfigError(
-                "this run cannot resume: a phase that had begun is another one now",
+                "this run cannot resume: a phase was changed after it had started",
                 found=f"{len(phases) - 1} phases"
                 + (
                     f", phase[{number - 1}] of seq_len {phases[number].config.train.seq_len}"

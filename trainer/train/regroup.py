@@ -53,7 +53,7 @@ def begin_if_new(outer: OuterOptimizer, parallel: Parallel, missing: Collection[
         raise ShardGapError(
             f"the state of {gaps[0]!r} is incomplete for another number of groups",
             found=f"{len(missing)} of the names of {label} are in no source",
-            expected="all of the state of a group that was there, none of one that is new",
+            expected="the complete state of every existing group, and none of a new one",
             state="Nothing was trained; the checkpoint is untouched.",
             remedy="set the recorded parallel.dp_replicate again",
         )

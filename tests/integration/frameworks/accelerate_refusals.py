@@ -71,7 +71,7 @@ def loaders(folder):
     def flash(data, accelerator=plain):
         return lambda: FlashCheckpoint(accelerator, folder, data=data)
 
-    refused("is not named", "", flash(None))
+    refused("data= is missing", "", flash(None))
     refused("a loader cannot be resumed", "not prepared", flash(loader_of(shuffle=True)))
     prepared = "the position of a prepared loader"
     refused(prepared, "use_stateful_dataloader=False", flash(plain.prepare(loader_of())))

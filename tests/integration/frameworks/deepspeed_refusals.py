@@ -98,7 +98,7 @@ def loaders(folder, engine):
     def flash(data):
         return lambda: FlashCheckpoint(engine, folder, data=data)
 
-    refused("is not named", "", flash(None))
+    refused("data= is missing", "", flash(None))
     refused("a loader cannot be resumed", "RandomSampler", flash(DataLoader(DATA, batch_size=2, shuffle=True)))
     refused("the samples of another rank", "dp_rank 1 of dp_size 2", flash(elastic(dp_rank=1, dp_size=2)))
     batch = DataLoader(DATA, batch_size=2, sampler=elastic(global_batch_size=8))
@@ -110,7 +110,7 @@ def loaders(folder, engine):
 def optimizers(folder, engine):
     sgd = engine_of(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
     flash = FlashCheckpoint(sgd, folder / "sgd", data=elastic())
-    refused("made in its first step only", "SGD", flash.restore, UnsupportedStateError)
+    refused("creates its state in step 1", "SGD", flash.restore, UnsupportedStateError)
     flash = FlashCheckpoint(engine, folder / "root", data=elastic())
     engine.global_steps += 1
     refused("restore() was not called", "", flash.step)

@@ -127,6 +127,6 @@ def test_a_device_that_is_not_there_ends_the_trainer_before_it_starts(
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     words = ("--standalone", "--nproc-per-node=1", "--max-restarts=3", "-m", "flashckpt.trainer", "--config", config)
     code, output = run_dlrun(tmp_path, *words, env={"CUDA_VISIBLE_DEVICES": visible, "PYTHONPATH": path})
-    assert "train.device = cuda, and there is no such device" in output, output
+    assert 'train.device = "cuda", but no CUDA device is available' in output, output
     assert code == 10
     assert output.count("started rank 0") == 1, "another start would end the same"

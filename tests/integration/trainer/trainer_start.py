@@ -133,7 +133,7 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch: Any) -> None:
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with (
-        pytest.raises(ConfigError, match="there is no such device"),
+        pytest.raises(ConfigError, match="no CUDA device is available"),
         process_group(from_values({"train": {"device": "cuda"}})),
     ):
         pass

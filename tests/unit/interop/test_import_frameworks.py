@@ -151,7 +151,7 @@ def test_numbers_without_an_order_need_names_and_the_names_are_checked(
     program = Program(3)
     folder = trainer_folder(tmp_path / "checkpoint-3", program, weights=weights)
     error = refused(folder, capsys)
-    assert "numbers its parameters" in error["problem"]
+    assert "identifies parameters by number" in error["problem"]
     assert "--only 'model.*'" in error["remedy"]
     for wrong, text in (
         (program.names()[:-1], "are not those of this optimizer"),

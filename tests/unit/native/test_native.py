@@ -294,10 +294,10 @@ def test_the_best_level_runs_unless_another_is_named(monkeypatch: pytest.MonkeyP
         monkeypatch.setenv(LEVEL_VARIABLE, level)
         assert implementation() == name[level]
     monkeypatch.setenv(LEVEL_VARIABLE, "warp")
-    with pytest.raises(ConfigError, match="no 'warp' copy") as caught:
+    with pytest.raises(ConfigError, match="unsupported copy implementation 'warp'") as caught:
         copy_and_digest(rows())
     assert "python" in caught.value.expected
-    with pytest.raises(ConfigError, match="no 'warp' copy"):
+    with pytest.raises(ConfigError, match="unsupported copy implementation 'warp'"):
         implementation()
 
 

@@ -228,7 +228,7 @@ def test_sigterm_while_storage_is_gone_ends_the_daemon_after_its_grace_time_and_
     assert os.WIFEXITED(daemon.status or 0)
     assert os.WEXITSTATUS(daemon.status or 0) == (40 if stuck else 41)
     said = (tmp_path / "log").read_text()
-    assert "ended with work undone: step 10 of generation 1 is not on storage" in said
+    assert "persister stopped before step 10 of generation 1 was committed" in said
     assert ("did not answer in time" if stuck else "the disk of the root is full") in said
     assert identities(job) == []
     with daemon_of(job) as successor:

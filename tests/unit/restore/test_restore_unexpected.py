@@ -284,7 +284,7 @@ def test_a_tensor_of_another_shape_on_one_rank_is_refused_by_all_and_no_older_st
     assert values(run_ranks(_grown, 2, root, 2, 3)) == [[1, []]] * 2
     refused = values(run_ranks(_grown, 2, root, 3, 4))
     assert [name for name, _ in refused] == ["TensorMismatchError"] * 2
-    assert "step 2 of generation 2 is not of this program: rank 1 says why" in refused[0][1]
+    assert "step 2 of generation 2 does not match this program (see rank 1)" in refused[0][1]
     assert "'model.1." in refused[0][1]
     assert "model.1" in refused[1][1]
     assert "(4,)" in refused[1][1] or "(4, 3)" in refused[1][1]

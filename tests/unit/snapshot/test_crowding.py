@@ -96,8 +96,8 @@ def test_on_a_full_machine_the_training_thread_copies(
         finished(ckpt)
     assert threads == ["flashckpt-copy"] * 3 + ["MainThread"] * 3
     assert ckpt.stats["copied_in_step"] == 3
-    (line,) = [record.getMessage() for record in caplog.records if "no core is free" in record.getMessage()]
-    assert "from step 3 on they are copied inside ckpt.step()" in line
+    (line,) = [record.getMessage() for record in caplog.records if "no idle core" in record.getMessage()]
+    assert "from step 3 on snapshots are copied inside ckpt.step()" in line
     crash(ckpt)
     crash(opened(tmp_path, model=model, optimizer=optimizer))
     assert digest(model, optimizer) == kept
