@@ -14,6 +14,7 @@ from typing import Any
 from typing_extensions import Self
 
 from flashckpt import callbacks, collectives
+from flashckpt.environment import env
 from flashckpt.errors import ConfigError, FlashckptError, PersistError
 from flashckpt.logs import guarded, notice, show_own_errors_plainly
 from flashckpt.opening import Opening
@@ -85,6 +86,7 @@ class Checkpointer:
         replicate_rate: int | None = None,
     ) -> None:
         self._entered_ns = time.monotonic_ns()
+        env.check("rank")
         url = root_url(root)
         if is_process_local(url):
             raise ConfigError(
