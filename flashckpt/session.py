@@ -369,7 +369,7 @@ class Session:
         marked = report is not None and any(
             h.persist and h.identity == (report.generation, report.step) for h in headers
         )
-        self._wanted.began_with(report, persist_every=self._settings.persist_every, marked=marked)
+        self._wanted.began_with(report, settings=self._settings, marked=marked)
 
     def _holds(self, wanted: SnapshotId) -> bool:
         segment = self.memory.segment

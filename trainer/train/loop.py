@@ -336,7 +336,7 @@ class Trainer:
             if self.ckpt is not None:  # every snapshot is of an accepted step: a skipped one pushes no checkpoint out
                 self.ckpt.fence()  # in place of the optimizer's: the snapshot before becomes complete
                 self.ckpt.heartbeat()
-                self._owes_persist |= step % self.config.checkpoint.persist_every == 0
+                self._owes_persist |= self.config.checkpoint.is_persist(step)
             return 0.0
         began = time.perf_counter()
         persist, self._owes_persist = is_last or self._owes_persist, False
