@@ -19,7 +19,6 @@ from flashckpt.errors import DamagedError, FormatVersionError, UnsupportedStateE
 from flashckpt.logs import guarded
 from flashckpt.node_place import Callback, NodePlace, OpenedJob
 from flashckpt.settings import next_step
-from flashckpt.shm.control import ControlRow
 from flashckpt.shm.job_directory import DaemonStatus
 from flashckpt.shm.persister_owner import REPEAT_S
 from flashckpt.skips import Skips
@@ -404,6 +403,3 @@ class Session:
         """Tell the daemon that the job ended cleanly (first rank of the node; dlrun does it where it runs)."""
         if self.mates[0] == self.tracked.world.rank:
             self.directory.request("ended")
-
-
-__all__ = ["ControlRow", "Session"]
