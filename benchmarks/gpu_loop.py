@@ -113,7 +113,7 @@ class Flashckpt:
         self.number, self.completed, self.ended = 0, threading.Event(), 0.0
         started = time.perf_counter()
         self.ckpt = Checkpointer(
-            str(folder / "root"), snapshot_every=1, persist_every=10**9, job="gpu", slots=slots or "auto"
+            str(folder / "root"), snapshot_every=1, persist_every=None, job="gpu", slots=slots or "auto"
         )
         self.ckpt.track(model=loop.model, optimizer=loop.optimizer)
         self.ckpt.restore()

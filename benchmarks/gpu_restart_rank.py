@@ -49,7 +49,7 @@ def main() -> None:
     model = torch.nn.Sequential(*parts)
     optimizer = torch.optim.AdamW(model.parameters(), fused=device.type == "cuda")
     mark("built")
-    ckpt = Checkpointer(f"{options.folder}/root", snapshot_every=1, persist_every=10**9, job="gpu-restart", slots=2)
+    ckpt = Checkpointer(f"{options.folder}/root", snapshot_every=1, persist_every=None, job="gpu-restart", slots=2)
     ckpt.track(model=model, optimizer=optimizer)
     done = [0]
     ckpt.on_snapshot = lambda *_: done.append(1)

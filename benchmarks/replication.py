@@ -110,7 +110,7 @@ def start(them: Nodes, node: int, args: argparse.Namespace, busy: float) -> None
     """Launch one node's dlrun."""
     config = {
         "folder": str(them.folder), "way": "flashckpt", "nbytes": int(args.gb * 1e9), "step_s": args.step_s, "busy": busy,
-        "reduced_bytes": args.reduced_kb * 1000, "snapshot_every": args.every, "persist_every": 10**9, "replicate": 1,
+        "reduced_bytes": args.reduced_kb * 1000, "snapshot_every": args.every, "persist_every": None, "replicate": 1,
     }  # fmt: skip
     words = ["--nproc-per-node=1", HERE / "node_training.py", json.dumps(config)]
     them.start(node, *words, nnodes=str(NODES), env=set_up(them, node))

@@ -47,7 +47,7 @@ def main() -> None:
     if engine == "flashckpt":
         from flashckpt import Checkpointer
 
-        ckpt = Checkpointer(f"{folder}/root", snapshot_every=5, persist_every=10**9)
+        ckpt = Checkpointer(f"{folder}/root", snapshot_every=5, persist_every=None)
         ckpt.track(model=model, optimizer=optimizer)
         report = ckpt.restore()
         first = report.step if report else 0

@@ -32,7 +32,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, -1.0)
-    ckpt = Checkpointer(root, snapshot_every=1, persist_every=10**9, job="torn")
+    ckpt = Checkpointer(root, snapshot_every=1, persist_every=None, job="torn")
     ckpt.track(model=model, optimizer=optimizer)
     ckpt.on_snapshot = lambda step: say("complete", step)
     ckpt.restore()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from flashckpt.environment import env
 from flashckpt.errors import FINAL_CODES
 from flashckpt.shm.lease import Lease
 
-_VARIABLE = "FLASHCKPT_AGENT_DIR"
 LOCK = "lock"
 """File in the folder whose byte 0 the agent holds as long as it runs."""
 
@@ -18,14 +18,14 @@ def agent_folder() -> Path | None:
 
     None too where the agent that the environment names has ended: the variable was inherited, by a shell or an image.
     """
-    folder = os.environ.get(_VARIABLE)
+    folder = env.FLASHCKPT_AGENT_DIR
     return Path(folder) if folder and _is_held(Path(folder)) else None
 
 
 def ended_agent() -> str:
     """Return how the environment names an agent that is not running; "" where it names none, or one that runs."""
-    folder = os.environ.get(_VARIABLE)
-    return f"{_VARIABLE}={folder}" if folder and not _is_held(Path(folder)) else ""
+    folder = env.FLASHCKPT_AGENT_DIR
+    return f"FLASHCKPT_AGENT_DIR={folder}" if folder and not _is_held(Path(folder)) else ""
 
 
 def _is_held(folder: Path) -> bool:

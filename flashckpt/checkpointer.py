@@ -14,6 +14,7 @@ from typing import Any
 from typing_extensions import Self
 
 from flashckpt import callbacks, collectives
+from flashckpt.environment import env
 from flashckpt.errors import ConfigError, FlashckptError, PersistError
 from flashckpt.logs import guarded, notice, show_own_errors_plainly
 from flashckpt.opening import Opening
@@ -40,7 +41,8 @@ class Checkpointer:
     Args:
         root: URL or path of the checkpoint root, e.g. "s3://bucket/run" or "/data/run".
         snapshot_every: Steps between snapshots in memory.
-        persist_every: Steps between checkpoints on storage; a snapshot is always taken there.
+        persist_every: Steps between checkpoints on storage; a snapshot is always taken there. None: only by
+            `step(persist=True)` and `wait()`.
         keep_last: Checkpoints to keep; None keeps all.
         keep_every: Also keep every checkpoint whose step is a multiple of this.
         job: Job id; by default FLASHCKPT_JOB_ID, the scheduler's id, or a digest of the root.
@@ -73,7 +75,7 @@ class Checkpointer:
         root: str | os.PathLike[str],
         *,
         snapshot_every: int = 5,
-        persist_every: int = 250,
+        persist_every: int | None = 250,
         keep_last: int | None = 3,
         keep_every: int | None = None,
         job: str | None = None,
@@ -85,6 +87,7 @@ class Checkpointer:
         replicate_rate: int | None = None,
     ) -> None:
         self._entered_ns = time.monotonic_ns()
+        env.check("rank")
         url = root_url(root)
         if is_process_local(url):
             raise ConfigError(

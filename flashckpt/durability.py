@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from flashckpt.core.snapshot_id import BEFORE_ALL, SnapshotId
 from flashckpt.errors import PersistError
 from flashckpt.report import RestoreReport
+from flashckpt.settings import Settings
 from flashckpt.shm.group_acks import AckedSnapshots
 from flashckpt.shm.job_directory import DaemonStatus, JobDirectory
 from flashckpt.shm.persisted import await_persister
@@ -45,11 +46,11 @@ class Wanted:
     restored: Identity | None = None
     due: int = 0
 
-    def began_with(self, report: RestoreReport | None, *, persist_every: int, marked: bool) -> None:
+    def began_with(self, report: RestoreReport | None, *, settings: Settings, marked: bool) -> None:
         """Record what the session began with; `marked`: it is a snapshot to be persisted, whatever its number is."""
         if report is not None and not report.tier_bytes.get("storage"):
             self.restored = Identity(report.generation, report.step)
-            self.due = report.step if marked else report.step // persist_every * persist_every
+            self.due = report.step if marked else settings.newest_persist(report.step)
 
     def count_restored(self, committed: Identity | None) -> None:
         """Want what the session began with, if its persist steps are not on storage and nothing newer is wanted."""

@@ -13,6 +13,8 @@ from __future__ import annotations
 import os
 import signal
 
+from flashckpt.environment import env
+
 CRASH_POINTS: dict[str, str] = {
     # memory tier, writer (training process)
     "slot.before-writing": "lease taken, header still old",
@@ -93,7 +95,7 @@ CRASH_POINTS: dict[str, str] = {
     "store.after-publish": "object under its name, directory not yet synced",
 }
 
-_armed: str | None = os.environ.get("FLASHCKPT_CRASH_AT")
+_armed: str | None = env.FLASHCKPT_CRASH_AT or None
 _hits = 0
 
 
@@ -111,7 +113,7 @@ def crash_point(name: str) -> None:
     if wanted not in CRASH_POINTS or name not in CRASH_POINTS:
         raise ValueError(f"unknown crash point {wanted if wanted not in CRASH_POINTS else name!r}")
     count, _, where = rest.partition(":")
-    if name != wanted or (where and where != f"rank{os.environ.get('RANK', '0')}"):
+    if name != wanted or (where and where != f"rank{env.RANK}"):
         return
     global _hits  # noqa: PLW0603
     _hits += 1

@@ -11,10 +11,7 @@ import os
 from collections.abc import Mapping
 
 from flashckpt import agent_folder
-
-VARIABLE = "FLASHCKPT_JOB_SECRET"
-LEAST = 16
-"""Fewest characters of a secret."""
+from flashckpt.environment import Environment
 
 
 def derived(secret: bytes, purpose: str) -> bytes:
@@ -27,11 +24,11 @@ def ranks_key(environment: Mapping[str, str] = os.environ) -> bytes:
 
     Raises:
         OSError: the agent's file cannot be read.
+        ConfigError: the secret is too short.
     """
     if (folder := agent_folder.agent_folder()) is not None:
         return agent_folder.read_key(folder)
-    secret = environment.get(VARIABLE, "")
-    return derived(secret.encode(), "ranks") if len(secret) >= LEAST else b""
+    return derived(Environment(environment).FLASHCKPT_JOB_SECRET.encode(), "ranks")
 
 
 def link_key(ranks: bytes, session: bytes) -> bytes:

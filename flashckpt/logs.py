@@ -11,7 +11,8 @@ import types
 from pathlib import Path
 from typing import Any
 
-from flashckpt.errors import FlashckptError, ObjectStateError
+from flashckpt.environment import env
+from flashckpt.errors import ConfigError, FlashckptError, ObjectStateError
 from flashckpt.printable import PrintableFormatter
 
 
@@ -79,7 +80,10 @@ def show_own_errors_plainly() -> None:
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        if not isinstance(error, FlashckptError) or os.environ.get("FLASHCKPT_TRACEBACK", "0") not in {"", "0"}:
+        is_asked = False
+        with contextlib.suppress(ConfigError):  # it may be what is reported here
+            is_asked = env.FLASHCKPT_TRACEBACK
+        if is_asked or not isinstance(error, FlashckptError):
             previous(kind, error, trace)
             return
         with contextlib.suppress(Exception):

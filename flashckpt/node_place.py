@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from flashckpt.agent_folder import agent_folder, ended_agent, write_job
 from flashckpt.core.lineage import BEGINNING
+from flashckpt.environment import env
 from flashckpt.logs import guarded
 from flashckpt.native import IMPLEMENTATIONS, implementation
 from flashckpt.partnering import Partnering
@@ -114,7 +115,7 @@ class NodePlace:
             directory.write_config(opened.config)
             if agent is None:
                 owner = _own_persister(directory)
-        if agent is not None and os.environ.get("LOCAL_RANK", "0") == "0":  # of each agent: a node may have several
+        if agent is not None and env.LOCAL_RANK == 0:  # of each agent: a node may have several
             write_job(agent, directory.path)
         if opened.partnering is not None:
             opened.partnering.meet(directory, opened.outcome)

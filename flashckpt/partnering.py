@@ -17,6 +17,7 @@ from flashckpt import collectives
 from flashckpt.collectives import HostGroup
 from flashckpt.core.lineage import BEGINNING
 from flashckpt.core.shard_table import ShardTable
+from flashckpt.environment import Environment, env
 from flashckpt.errors import FlashckptError
 from flashckpt.job_key import link_key, ranks_key
 from flashckpt.logs import notice
@@ -32,7 +33,6 @@ from flashckpt.settings import Settings
 from flashckpt.shm import job_records
 from flashckpt.shm.job_directory import JobDirectory
 
-DOMAIN, ADDRESS = "FLASHCKPT_REPLICA_DOMAIN", "FLASHCKPT_REPLICA_ADDRESS"
 LISTENS_S = 30.0
 """Seconds within which the persister of a node says where it listens: dlrun, or the first rank, has just started it."""
 _logger = logging.getLogger("flashckpt")
@@ -45,10 +45,11 @@ def failure_domain(environment: Mapping[str, str] = os.environ) -> str:
 
     FLASHCKPT_REPLICA_DOMAIN (`dlrun --replica-domain`), else the switch of the node in Slurm's topology.
     """
-    if chosen := environment.get(DOMAIN, "").strip():
+    values = Environment(environment)
+    if chosen := values.FLASHCKPT_REPLICA_DOMAIN.strip():
         return chosen
-    switches = environment.get("SLURM_TOPOLOGY_ADDR", "").split(".")[:-1]
-    kinds = environment.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")[:-1]
+    switches = values.SLURM_TOPOLOGY_ADDR.split(".")[:-1]
+    kinds = values.SLURM_TOPOLOGY_ADDR_PATTERN.split(".")[:-1]
     return ".".join(switches) if switches and len(kinds) == len(switches) and set(kinds) != {"node"} else ""
 
 
@@ -241,7 +242,7 @@ def _rank() -> int:
 
 
 def _own_address() -> str:
-    return os.environ.get(ADDRESS) or own_address(os.environ.get("MASTER_ADDR", ""))
+    return env.FLASHCKPT_REPLICA_ADDRESS or own_address(env.MASTER_ADDR)
 
 
 def _address(found: Sequence[str], node: int) -> str:

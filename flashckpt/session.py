@@ -19,7 +19,6 @@ from flashckpt.errors import DamagedError, FormatVersionError, UnsupportedStateE
 from flashckpt.logs import guarded
 from flashckpt.node_place import Callback, NodePlace, OpenedJob
 from flashckpt.settings import next_step
-from flashckpt.shm.control import ControlRow
 from flashckpt.shm.job_directory import DaemonStatus
 from flashckpt.shm.persister_owner import REPEAT_S
 from flashckpt.skips import Skips
@@ -369,7 +368,7 @@ class Session:
         marked = report is not None and any(
             h.persist and h.identity == (report.generation, report.step) for h in headers
         )
-        self._wanted.began_with(report, persist_every=self._settings.persist_every, marked=marked)
+        self._wanted.began_with(report, settings=self._settings, marked=marked)
 
     def _holds(self, wanted: SnapshotId) -> bool:
         segment = self.memory.segment
@@ -404,6 +403,3 @@ class Session:
         """Tell the daemon that the job ended cleanly (first rank of the node; dlrun does it where it runs)."""
         if self.mates[0] == self.tracked.world.rank:
             self.directory.request("ended")
-
-
-__all__ = ["ControlRow", "Session"]

@@ -5,10 +5,11 @@ Torch-free and without I/O.
 
 from __future__ import annotations
 
+import json
 import math
 import numbers
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import msgpack
@@ -20,6 +21,7 @@ from flashckpt.planning.partners import MOST_REPLICAS
 MAX_STEP = 10**15
 """Largest step number, and largest interval: far from the end of a signed 64-bit word."""
 MAX_COMPRESSION_LEVEL = 19
+_COMPRESSIONS = f'"off", "auto", "zstd" or "zstd:LEVEL" with LEVEL 1 to {MAX_COMPRESSION_LEVEL}'
 
 
 def whole_number(value: object, *, least: int, most: int = MAX_STEP) -> int | None:
@@ -45,78 +47,68 @@ def compression_level(value: object) -> int | None:
     raise ConfigError(
         "invalid compression",
         found=_shown(value),
-        expected=f'"off", "auto", "zstd" or "zstd:LEVEL" with LEVEL 1 to {MAX_COMPRESSION_LEVEL}',
+        expected=_COMPRESSIONS,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a setting may be.
+
+    Attributes:
+        expected: The same in words, with the unit.
+        take: Returns a value given in its plain type; raises ValueError. Gets the name of the setting for a separate error.
+        words: Words that a file can hold, and what they mean; a word that means None stands for it there.
+    """
+
+    expected: str
+    take: Callable[[str, object], Any]
+    words: Mapping[Any, Any] = field(default_factory=dict)
 
 
 def checked(name: str, value: object, *, called: str = "") -> Any:
     """Return the value of one setting in its plain type.
 
     Args:
-        name: Of a setting of `Checkpointer`; one without a rule here is returned as it is.
+        name: Of a setting of `Checkpointer`; one without a rule is returned as it is.
         value: As given.
         called: The user's name for it, if that differs.
 
     Raises:
         ConfigError: It is invalid; names the setting, what was found and what is expected.
     """
-    try:
-        return _RULES[name](name, value) if name in _RULES else value
-    except ConfigError as error:
-        if not called:
-            raise
-        problem = error.problem.replace(name, called, 1)
-        raise ConfigError(problem, found=error.found, expected=error.expected) from None
-
-
-def _interval(name: str, value: object) -> int:
-    number = whole_number(value, least=1)
-    if number is None:
-        raise ConfigError(f"invalid {name}", found=_shown(value), expected="a number of steps, at least 1")
-    return number
-
-
-def _keep(name: str, value: object) -> int | None:
-    number = whole_number(value, least=1)
-    if number is None and value is not None:
-        unit = "checkpoints" if name == "keep_last" else "steps"
-        meaning = "to keep all" if name == "keep_last" else "for no such rule"
-        raise ConfigError(
-            f"invalid {name}", found=_shown(value), expected=f"a number of {unit}, at least 1, or None {meaning}"
-        )
-    return number
-
-
-def _slots(name: str, value: object) -> int | str:
-    if isinstance(value, str) and value == "auto":
+    if (rule := _RULES.get(name)) is None:
         return value
-    number = whole_number(value, least=MIN_SLOTS, most=MAX_SLOTS)
-    if number is None:
-        raise ConfigError(
-            f"invalid {name}", found=_shown(value), expected=f'"auto" or a number from {MIN_SLOTS} to {MAX_SLOTS}'
-        )
-    return number
+    try:
+        return rule.take(called or name, value)
+    except ValueError:
+        raise ConfigError(f"invalid {called or name}", found=_shown(value), expected=rule.expected) from None
 
 
-def _replicate(name: str, value: object) -> int:
-    number = whole_number(value, least=0, most=MOST_REPLICAS)
-    if number is None:
-        expected = f"a number of partner nodes, 0 to {MOST_REPLICAS}"
-        raise ConfigError(f"invalid {name}", found=_shown(value), expected=expected)
-    return number
+def _whole(
+    default: object, unit: str, *, least: int = 1, most: int = MAX_STEP, words: Mapping[Any, Any] | None = None
+) -> Any:
+    """Return the field of a setting that is a whole number, or one of some words."""
+    known = words or {}
+
+    def take(_: str, value: object) -> Any:
+        for word, meaning in known.items():
+            if value is meaning or (type(value) is type(word) and value == word):
+                return meaning
+        if (number := whole_number(value, least=least, most=most)) is None:
+            raise ValueError
+        return number
+
+    bounds = f"at least {least}" if most == MAX_STEP else f"{least} to {most}"
+    or_word = "".join(f", or {json.dumps(word)}" for word in known)
+    return field(default=default, metadata={"rule": Rule(f"{unit}, {bounds}{or_word}", take, known)})
 
 
-def _rate(name: str, value: object) -> int | None:
-    number = whole_number(value, least=1)
-    if number is None and value is not None:
-        expected = "bytes per second, at least 1, or None for no limit"
-        raise ConfigError(f"invalid {name}", found=_shown(value), expected=expected)
-    return number
-
-
-def _compression(name: str, value: object) -> object:
-    del name
-    compression_level(value)
+def _compression(_: str, value: object) -> object:
+    try:
+        compression_level(value)
+    except ConfigError:
+        raise ValueError from None
     return value
 
 
@@ -125,7 +117,7 @@ def _options(name: str, value: object) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping) or any(not isinstance(key, str) for key in value):
-        raise ConfigError(f"invalid {name}", found=_shown(value), expected="a mapping of names to values, or None")
+        raise ValueError
     for key, one in value.items():
         try:
             msgpack.packb(_plain(one))
@@ -143,20 +135,6 @@ def _plain(value: object) -> Any:
     return {key: _plain(one) for key, one in value.items()} if isinstance(value, Mapping) else value
 
 
-_RULES: dict[str, Callable[[str, object], Any]] = {
-    "snapshot_every": _interval,
-    "persist_every": _interval,
-    "keep_last": _keep,
-    "keep_every": _keep,
-    "slots": _slots,
-    "compression": _compression,
-    "storage_options": _options,
-    "replicate": _replicate,
-    "replicate_every": _interval,
-    "replicate_rate": _rate,
-}
-
-
 def _shown(value: object) -> str:
     """Return a value for an error text, short and in ASCII; of options only the type, since they hold credentials."""
     if isinstance(value, Mapping):
@@ -166,24 +144,28 @@ def _shown(value: object) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """As the arguments of `Checkpointer`, with root and job resolved.
+    """The arguments of `Checkpointer`, where each is explained, and the section [checkpoint] of the trainer: types, bounds, defaults.
+
+    An empty `root` or `job` is one that is not known yet.
 
     Raises:
         ConfigError: One is invalid (see `checked`).
     """
 
-    root: str
-    job: str
-    snapshot_every: int = 5
-    persist_every: int = 250
-    keep_last: int | None = 3
-    keep_every: int | None = None
-    slots: int | str = "auto"
-    storage_options: dict[str, Any] = field(default_factory=dict)
-    compression: str = "off"
-    replicate: int = 0
-    replicate_every: int = 1
-    replicate_rate: int | None = None
+    root: str = ""
+    job: str = ""
+    snapshot_every: int = _whole(5, "a number of steps")
+    persist_every: int | None = _whole(250, "a number of steps", words={"never": None})
+    keep_last: int | None = _whole(3, "a number of checkpoints", words={"all": None})
+    keep_every: int | None = _whole(None, "a number of steps", words={"none": None})
+    slots: int | str = _whole("auto", "a number of slots", least=MIN_SLOTS, most=MAX_SLOTS, words={"auto": "auto"})
+    storage_options: dict[str, Any] = field(
+        default_factory=dict, metadata={"rule": Rule("a mapping of names to values, or None", _options)}
+    )
+    compression: str = field(default="off", metadata={"rule": Rule(_COMPRESSIONS, _compression)})
+    replicate: int = _whole(0, "a number of partner nodes", least=0, most=MOST_REPLICAS)
+    replicate_every: int = _whole(1, "a number of steps")
+    replicate_rate: int | None = _whole(None, "bytes per second", words={0: None})
 
     def __post_init__(self) -> None:
         for name in _RULES:
@@ -207,7 +189,22 @@ class Settings:
 
     def is_persist(self, step: int) -> bool:
         """Whether the snapshot of `step` is to be persisted."""
-        return step % self.persist_every == 0
+        return self.newest_persist(step) == step
+
+    def newest_persist(self, step: int) -> int:
+        """Return the newest step up to `step` that is to be persisted by its number; 0: none."""
+        return step // self.persist_every * self.persist_every if self.persist_every else 0
+
+    def plain(self) -> dict[str, Any]:
+        """Return the settings as a file holds them, where None is a word ("never", "all")."""
+        values = asdict(self)
+        for name, rule in _RULES.items():
+            if values[name] is None:
+                values[name] = next(word for word, meaning in rule.words.items() if meaning is None)
+        return values
+
+
+_RULES: dict[str, Rule] = {one.name: one.metadata["rule"] for one in fields(Settings) if one.metadata}
 
 
 def next_step(step: object, *, last: int) -> int:

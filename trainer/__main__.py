@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Sequence
 
 from flashckpt.agent_folder import agent_folder
+from flashckpt.environment import env
 from flashckpt.errors import RESUME_EXIT_CODE, ConfigError, FlashckptError
 from flashckpt.trainer.command_line import take_flag, take_value
 from flashckpt.trainer.config import RunConfig, read_config, to_toml, without_secrets
@@ -69,10 +69,11 @@ Exit codes: 0 done, 75 stopped on request with state kept (start again to contin
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     rest = list(sys.argv[1:] if words is None else words)
-    if rest[:1] not in (["generate"], ["hub"], ["plan"]) and ("--help" in rest or "-h" in rest):
-        _say(USAGE)
-        return 0
     try:
+        if rest[:1] not in (["generate"], ["hub"], ["plan"]) and ("--help" in rest or "-h" in rest):
+            _say(USAGE)
+            return 0
+        env.check("trainer")
         if rest[:1] == ["hub"]:
             return _hub(rest[1:])
         if rest[:1] == ["generate"]:
@@ -116,7 +117,7 @@ def _run(words: list[str]) -> int:
         return dry_run(config, dry)
     _check_inputs(config, evaluate_only=evaluate_only)
     with nonfatal_streams(over_display=trains and terminal_of(config.log.display) is not None):
-        logging.basicConfig(level=logging.INFO, format=f"[rank {os.environ.get('RANK', '0')}] %(name)s: %(message)s")
+        logging.basicConfig(level=logging.INFO, format=f"[rank {env.RANK}] %(name)s: %(message)s")
         if evaluate_only:
             return _evaluate(config, step)
         return _check(config) if check_only else _train(config, profiled)
@@ -124,7 +125,7 @@ def _run(words: list[str]) -> int:
 
 def _check_inputs(config: RunConfig, *, evaluate_only: bool) -> None:
     """Refuse what can be known to be wrong before torch is imported."""
-    check_layouts(config, int(os.environ.get("WORLD_SIZE", "1")))
+    check_layouts(config, env.WORLD_SIZE)
     refuse_without_torchao(config)
     if config.data.sources and (config.eval.held_out or not evaluate_only):
         from flashckpt.trainer.data.prepared import check_sources
@@ -198,7 +199,7 @@ def _evaluate(config: RunConfig, step: str | None) -> int:
 
 
 def _say(text: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
+    if env.RANK == 0:
         sys.stdout.write(text)
 
 

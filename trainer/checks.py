@@ -48,8 +48,6 @@ MINIMUM: Mapping[str, float] = {
     "parallel.sync_every": 0, "parallel.outer_rate": 0.0,
     "optim.lr": 0.0, "optim.min_lr": 0.0, "optim.warmup_steps": 0, "optim.decay_steps": 0, "optim.weight_decay": 0.0,
     "optim.eps": 0.0, "ema.every": 1, "optim.clip_norm": 0.0, "optim.clip_value": 0.0,
-    "checkpoint.snapshot_every": 1, "checkpoint.persist_every": 1, "checkpoint.keep_last": 1,
-    "checkpoint.replicate": 0, "checkpoint.replicate_every": 1, "checkpoint.replicate_rate": 0,
     "data.holdout_every": 2, "data.bpe": 0, "data.read_ahead": 0, "guard.window": 4, "guard.max_skipped": 1, "guard.spike_mads": 0.0, "guard.norm_mads": 0.0, "guard.max_rollbacks": 0,
     "eval.every": 0, "eval.batches": 1, "log.every": 1, "log.peak_tflops": 0.0,
 }  # fmt: skip

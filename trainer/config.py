@@ -14,10 +14,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from flashckpt.errors import ConfigError
-from flashckpt.settings import checked
+from flashckpt.settings import Settings, checked
 from flashckpt.shm.job_id import job_id, root_url
 from flashckpt.trainer.checks import check_values
 from flashckpt.trainer.data_config import DataConfig, check_data
@@ -68,25 +69,6 @@ class InitConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointConfig:
-    """Where and how often; an empty `root` trains without checkpoints. Intervals in steps.
-
-    `storage_options` goes to the store: `endpoint_url` and the like. Credentials are better left to the environment.
-    `replicate` partner nodes keep what a node alone holds, `replicate_rate` bytes per second at most (0: no limit).
-    """
-
-    root: str = ""
-    snapshot_every: int = 5
-    persist_every: int = 250
-    keep_last: int = 3
-    job: str = ""
-    storage_options: dict[str, Any] = field(default_factory=dict)
-    replicate: int = 0
-    replicate_every: int = 1
-    replicate_rate: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class GuardConfig:
     """What to do about non-finite values and spikes. `window` in steps.
 
@@ -112,7 +94,7 @@ class RunConfig:
     ema: EmaConfig = field(default_factory=EmaConfig)
     init: InitConfig = field(default_factory=InitConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    checkpoint: Settings = field(default_factory=Settings)
     guard: GuardConfig = field(default_factory=GuardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     samples: SampleConfig = field(default_factory=SampleConfig)
@@ -177,9 +159,10 @@ def from_values(values: Mapping[str, Any]) -> RunConfig:
 
 def to_values(config: RunConfig) -> dict[str, dict[str, Any]]:
     """Return nested plain values (msgpack and TOML types); `from_values` is the way back."""
+    values = dataclasses.asdict(config) | {"checkpoint": config.checkpoint.plain()}
     return {
         section: {key.rstrip("_"): _without_tuples(value) for key, value in content.items()}
-        for section, content in dataclasses.asdict(config).items()
+        for section, content in values.items()
     }
 
 
@@ -277,6 +260,8 @@ def _filled(kind: type[Any], where: str, content: Mapping[str, Any]) -> Any:
         if name not in types:
             raise _unknown(f"{where}.{name}", [f"{where}.{known}" for known in types])
     values = {k: _coerce(f"{where}.{k}", types[k], v) for k, v in content.items()}
+    if kind is Settings:
+        values = {k: checked(k, v, called=f"{where}.{k}") for k, v in values.items()}
     return kind(**{f"{k}_" if keyword.iskeyword(k) else k: v for k, v in values.items()})
 
 
@@ -295,6 +280,8 @@ def _coerce(key: str, wanted: Any, value: Any) -> Any:
         return _filled(wanted, key, value)  # type: ignore[arg-type]  # a class, as hints are
     if wanted is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if isinstance(wanted, UnionType):  # Settings know what it may be
+        return value
     if type(value) is not wanted:
         raise ConfigError(f"{key} has the wrong type", found=repr(value), expected=wanted.__name__)
     return value
@@ -320,7 +307,7 @@ def _parse(key: str, text: str) -> Any:
         return [_scalar(key, get_args(wanted)[0], part) for part in text.split(",") if part]
     if get_origin(wanted) is dict:
         raise ConfigError(f"--{key} sets a table", found=text, expected=f"--{key}.NAME VALUE")
-    return _scalar(key, wanted, text)
+    return _plain(text) if isinstance(wanted, UnionType) else _scalar(key, wanted, text)
 
 
 def _scalar(key: str, wanted: type[Any], text: str) -> Any:
@@ -357,9 +344,7 @@ def _unknown(key: str, known: Sequence[str]) -> ConfigError:
     )
 
 
-def _check_checkpoint(config: CheckpointConfig) -> None:
-    for name in ("snapshot_every", "persist_every", "keep_last", "replicate", "replicate_every"):
-        checked(name, getattr(config, name), called=f"checkpoint.{name}")
+def _check_checkpoint(config: Settings) -> None:
     if config.root:
         root_url(config.root)
     if config.job:

@@ -7,13 +7,13 @@ have next to nothing to plan, and a model whose step takes longer than its plans
 from __future__ import annotations
 
 import gc
-import os
 import warnings
 from collections.abc import Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from flashckpt.environment import env
 from flashckpt.errors import ConfigError, FlashckptError
 from flashckpt.rehearsal import leftovers, pretend_rank, unsupported
 from flashckpt.trainer.command_line import take_value
@@ -40,13 +40,13 @@ def rehearse(words: Sequence[str]) -> str:
         return reason
     try:
         config = with_precision(_run_of(list(words)), "cpu")
-        layout = resolve_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
+        layout = resolve_layout(config, env.WORLD_SIZE)
     except FlashckptError as error:  # the ranks will say so
         return error.problem
     if reason := _unsuitable(config, layout):
         return reason
     torch.set_num_threads(1)
-    for rank in ranks_of_node(layout, int(os.environ["RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])):
+    for rank in ranks_of_node(layout, env.RANK, env.LOCAL_WORLD_SIZE):
         with pretend_rank(rank, layout.world), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             if reason := _step(config, layout):

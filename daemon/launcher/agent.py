@@ -13,7 +13,6 @@ What differs from torchrun's agent, and why:
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import socket
 import sys
@@ -50,6 +49,7 @@ from flashckpt.daemon.launcher.watch import JobWatch
 from flashckpt.daemon.launcher.way_back import way_back
 from flashckpt.daemon.machine.process import become_subreaper
 from flashckpt.daemon.zygote.client import ZygoteClient
+from flashckpt.environment import env
 from flashckpt.errors import FINAL_CODES, PASSING_CODES, LayoutError
 from flashckpt.shm.control import ControlRow
 
@@ -96,7 +96,7 @@ class DlrunAgent(LocalElasticAgent):
     def run(self, role: str = "default") -> RunResult:
         """Supervise the worker group until it ends; owns the signals, the job watch and the zygote meanwhile."""
         become_subreaper()
-        names = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
+        names = env.TORCHELASTIC_SIGNALS_TO_HANDLE
         self._signals = StopSignals(names, raise_signal)
         self._watch = JobWatch()
         if key := job_key.derived(job_secret.read_secret(), "ranks"):
@@ -278,7 +278,7 @@ class DlrunAgent(LocalElasticAgent):
         """Stand in for torch's start_processes: scripts are forked, commands spawned, functions are torch's."""
         if isinstance(self._stores.inner, OneNode):
             for environment in rest["envs"].values():
-                environment.update({name: "lo" for name in _ON_LOOPBACK if name not in os.environ})
+                environment.update({name: "lo" for name in _ON_LOOPBACK if not env.is_set(name)})
         scripts = script_commands(entrypoint, args)
         if callable(entrypoint) and scripts is None:
             return start_processes(entrypoint=entrypoint, args=args, **rest)

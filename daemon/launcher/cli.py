@@ -20,12 +20,12 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flashckpt import job_key
 from flashckpt.daemon.launcher.budget import REFILL_STEPS, RESTARTS
 from flashckpt.daemon.launcher.options import CommandError
 from flashckpt.daemon.machine.process import hide_variable
 from flashckpt.daemon.zygote import server
 from flashckpt.daemon.zygote.rehearse import check_target
+from flashckpt.environment import env
 from flashckpt.errors import RESUME_EXIT_CODE, ConfigError, FlashckptError
 from flashckpt.nonfatal import log_stream, report_lost
 from flashckpt.printable import PrintableFormatter
@@ -143,7 +143,7 @@ def run(args: argparse.Namespace, zygote: ZygoteClient | None = None) -> LaunchO
     config, command, command_args = config_from_args(args)
     timeout = getattr(args, "shutdown_timeout", None)  # an option of torchrun since 2.12
     if timeout is None:
-        timeout = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "0"))
+        timeout = env.TORCH_ELASTIC_SHUTDOWN_TIMEOUT
     options = AgentOptions(
         job=args.rdzv_id if named else "",
         restarts_chosen=args.max_restarts is not None,
@@ -220,7 +220,7 @@ def _unfit_command(args: argparse.Namespace) -> str:
         return "--no-zygote"
     if args.no_python and not args.run_path:
         return "--no-python: the command is not a Python script"
-    interpreter = os.environ.get("PYTHON_EXEC", sys.executable)
+    interpreter = env.PYTHON_EXEC or sys.executable
     if interpreter != sys.executable and not args.run_path:
         return f"PYTHON_EXEC names another interpreter ({interpreter})"
     return ""
@@ -236,7 +236,7 @@ def _refuse_missing(args: argparse.Namespace) -> None:
     if args.no_python and not args.run_path:
         found, what = shutil.which(name) is not None, "program"
     elif args.module and not args.run_path:
-        found, what = _has_module(name.partition(".")[0]) or "PYTHON_EXEC" in os.environ, "module"
+        found, what = _has_module(name.partition(".")[0]) or env.is_set("PYTHON_EXEC"), "module"
     else:
         found, what = os.path.exists(name), "script"  # noqa: PTH110 -- "" is no path, and Path("") is the folder
     if not found:
@@ -260,15 +260,17 @@ def main(args: list[str] | None = None) -> int:
     them, and the zygote is a spawned process; as a program it is forked from this process.
     """
     if args is not None:
+        env.check(_OWN)
         run(parse_args(args))
         return 0
     fill_closed()
-    hide_variable(
-        job_key.VARIABLE
-    )  # before the zygote is forked: its environment, and that of the ranks, would show it
+    # before the zygote is forked: its environment, and that of the ranks, would show it
+    hide_variable("FLASHCKPT_JOB_SECRET")
     _set_up_log()
     try:
         parsed = parse_args(None)
+        env.check(_OWN)
+        _log.setLevel(env.FLASHCKPT_LOGLEVEL)
         _refuse_missing(parsed)
         zygote = _fork_zygote(parsed)
     except FlashckptError as error:
@@ -303,7 +305,7 @@ def _run_program(parsed: argparse.Namespace, zygote: ZygoteClient) -> int:
 
     try:
         # @record copies the first error file to the launcher's own, for schedulers that ask for one
-        start = record(run) if os.environ.get("TORCHELASTIC_ERROR_FILE") else run
+        start = record(run) if env.TORCHELASTIC_ERROR_FILE else run
         outcome = start(parsed, zygote)
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
@@ -327,7 +329,7 @@ def _set_up_log() -> None:
     handler = logging.StreamHandler(log_stream("[dlrun] "))
     handler.setFormatter(PrintableFormatter("[dlrun] %(message)s"))
     _log.addHandler(handler)
-    _log.setLevel(os.environ.get("FLASHCKPT_LOGLEVEL", "INFO"))
+    _log.setLevel("INFO")
     _log.propagate = False
 
 

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from flashckpt.checkpoint.catalog import list_checkpoints
+from flashckpt.environment import env
 from flashckpt.errors import FlashckptError, PersistError
 from flashckpt.printable import printable
 from flashckpt.shm.control import ControlRow
@@ -25,7 +26,7 @@ _log = logging.getLogger("flashckpt.dlrun")
 
 def is_last_process() -> bool:
     """Whether the daemon dies with this process: as PID 1, or if FLASHCKPT_WAIT_FLUSH=1 says so."""
-    return os.getpid() == 1 or os.environ.get("FLASHCKPT_WAIT_FLUSH") == "1"
+    return os.getpid() == 1 or env.FLASHCKPT_WAIT_FLUSH
 
 
 def wait_for_flush(job: JobDirectory, limit_s: float = LIMIT_S) -> bool:

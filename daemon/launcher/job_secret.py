@@ -12,10 +12,10 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
+from flashckpt.environment import LEAST_SECRET, Environment
 from flashckpt.errors import ConfigError
-from flashckpt.job_key import LEAST, VARIABLE
 
-FILE_VARIABLE = "FLASHCKPT_JOB_SECRET_FILE"
+VARIABLE, FILE_VARIABLE = "FLASHCKPT_JOB_SECRET", "FLASHCKPT_JOB_SECRET_FILE"
 MOST_BYTES = 8 << 20
 """Longest message that is looked at; torch's stores take no longer values."""
 
@@ -71,14 +71,15 @@ def read_secret(environment: Mapping[str, str] = os.environ) -> bytes:
     Raises:
         ConfigError: it is too short, or its file cannot be read, or others can read it.
     """
-    secret, path = environment.get(VARIABLE, ""), environment.get(FILE_VARIABLE, "")
-    if path and not secret:
-        secret = _read(Path(path))
-    if (secret or path) and len(secret) < LEAST:
+    values = Environment(environment)
+    if values.FLASHCKPT_JOB_SECRET or not values.FLASHCKPT_JOB_SECRET_FILE:
+        return values.FLASHCKPT_JOB_SECRET.encode()
+    secret = _read(Path(values.FLASHCKPT_JOB_SECRET_FILE))
+    if len(secret) < LEAST_SECRET:
         raise ConfigError(
-            "the job secret is too short",
+            f"the job secret is too short ({FILE_VARIABLE})",
             found=f"{len(secret)} characters",
-            expected=f"at least {LEAST}",
+            expected=f"at least {LEAST_SECRET}",
             remedy="make one with: openssl rand -hex 32",
         )
     return secret.encode()

@@ -22,7 +22,6 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, create_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from flashckpt import job_key
 from flashckpt.daemon.launcher import job_secret, rendezvous_store
 from flashckpt.daemon.launcher.elastic_compat import replaced
 from flashckpt.daemon.launcher.job_secret import Seal
@@ -99,7 +98,7 @@ def handler_of(
             "several nodes and no job secret: anybody who can reach the port of the rendezvous (%s) can disturb this job;"
             " set %s to the same value on all nodes, and close the ports of the nodes to others",
             params.endpoint,
-            job_key.VARIABLE,
+            job_secret.VARIABLE,
         )
     return _several_nodes(params, secret) if params.backend == "c10d" else theirs(params)
 

@@ -7,10 +7,10 @@ of its threads when the ranks hang, and reports its traceback when it fails, wit
 from __future__ import annotations
 
 import faulthandler
-import os
 import sys
 
 from flashckpt.daemon.zygote import worker
+from flashckpt.environment import env
 
 MODULE, OWN_LOG = "--as-module", "--own-log"
 
@@ -34,9 +34,9 @@ def main() -> int:
     worker.rebuild_stream(1, "stdout")
     worker.rebuild_stream(2, "stderr")
     faulthandler.enable(all_threads=True)
-    worker.register_stacks(os.environ.get("FLASHCKPT_STACKS_FILE", ""))
+    worker.register_stacks(env.FLASHCKPT_STACKS_FILE)
     request = {"argv": argv, "module": MODULE in options, "stderr": OWN_LOG in options}
-    return worker.run_recorded({**request, "error_file": os.environ.get("TORCHELASTIC_ERROR_FILE", "")})
+    return worker.run_recorded({**request, "error_file": env.TORCHELASTIC_ERROR_FILE})
 
 
 if __name__ == "__main__":

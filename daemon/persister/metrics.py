@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -16,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from flashckpt.acceptor import Acceptor
+from flashckpt.environment import env
 
 _log = logging.getLogger(__name__)
 LABELS = ("job", "node")
@@ -177,12 +177,11 @@ def serve(
     read it. Node k of several on one machine takes port + k. An address or port that cannot be used costs only the
     metrics, and a warning, which `report` gets too.
     """
-    wanted = os.environ.get("FLASHCKPT_METRICS_PORT")
-    if not wanted:
+    wanted, host = env.FLASHCKPT_METRICS_PORT, env.FLASHCKPT_METRICS_HOST
+    if wanted is None:
         return None
-    host = os.environ.get("FLASHCKPT_METRICS_HOST") or LOOPBACK
     try:
-        endpoint = Endpoint(observed, job=job, node=node, port=int(wanted) + node if int(wanted) else 0, host=host)
+        endpoint = Endpoint(observed, job=job, node=node, port=wanted + node if wanted else 0, host=host)
     except (OSError, ValueError, OverflowError, RuntimeError) as error:
         problem = f"no metrics: port {wanted} on {host} cannot be used ({error})"
         _log.warning("%s", problem)

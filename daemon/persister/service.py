@@ -29,6 +29,7 @@ from flashckpt.daemon.persister.coordinator import PersistCoordinator
 from flashckpt.daemon.persister.retire import retire
 from flashckpt.daemon.persister.timeouts import DaemonTimeouts
 from flashckpt.daemon.persister.wakeup import Wakeup
+from flashckpt.environment import env
 from flashckpt.errors import (
     DamagedError,
     FlashckptError,
@@ -392,11 +393,12 @@ def main(arguments: list[str]) -> int:
     with contextlib.suppress(PermissionError):  # already the leader of a session
         os.setsid()
     try:
+        env.check("persister")
         directory = JobDirectory.at(Path(arguments[0]))
         lock = directory.hold_daemon()
         if lock is None:
             return 0
-        daemon = Daemon(directory, lock, DaemonTimeouts.from_environment())
+        daemon = Daemon(directory, lock, DaemonTimeouts())
     except FileNotFoundError:
         return 0  # the job ended and its directory was removed before we started
     except FlashckptError as error:

@@ -11,7 +11,6 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from flashckpt import job_key
 from flashckpt.daemon.machine.process import exit_code, is_stopped, kill_group, wait_readable
 from flashckpt.daemon.zygote import messages, server
 from flashckpt.daemon.zygote.warm_copy import WarmCopy, key_of
@@ -145,7 +144,7 @@ class ZygoteClient:
         here, there = socket.socketpair()
         self._environment = dict(os.environ)
         environment = {**os.environ, **dict.fromkeys(server.ONE_THREAD, "1")}
-        environment.pop(job_key.VARIABLE, None)
+        environment.pop("FLASHCKPT_JOB_SECRET", None)
         command = [sys.executable, "-m", "flashckpt.daemon.zygote.server", str(there.fileno()), str(os.getpid())]
         process = subprocess.Popen(command, pass_fds=[there.fileno()], env=environment)
         process.returncode = 0  # reaped by pidfd in close(); keeps Popen from waiting for it

@@ -26,6 +26,7 @@ from typing import Any
 from flashckpt.agent_folder import agent_folder, write_permanent_error
 from flashckpt.daemon.machine import numa
 from flashckpt.daemon.machine.process import set_title
+from flashckpt.environment import env
 from flashckpt.errors import FlashckptError
 from flashckpt.nonfatal import NonfatalFile, nonfatal_text, report_lost
 from flashckpt.shm.private import create_file
@@ -64,7 +65,7 @@ def _become_fresh(request: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     time.tzset()
-    rank = os.environ.get("RANK", str(request["local_rank"]) if "local_rank" in request else "?")
+    rank = env.RANK if env.is_set("RANK") else request.get("local_rank", "?")
     set_title(f"rank{rank}", f"rank {rank}: {' '.join(request['argv'])}")
     reports = os.dup(2) if request["stdout"] or request["stderr"] else None  # a full log cannot say what it lost
     _redirect(1, "stdout", request["stdout"], reports)
@@ -119,7 +120,7 @@ def _set_threads() -> None:
     """Give torch the thread count a new interpreter would have chosen: OMP_NUM_THREADS is read at import only."""
     import torch
 
-    wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    wanted = env.OMP_NUM_THREADS.split(",")[0]
     count = int(wanted) if wanted.isdigit() and int(wanted) else physical_cores()
     if count != torch.get_num_threads():
         torch.set_num_threads(count)

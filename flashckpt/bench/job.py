@@ -22,6 +22,7 @@ from flashckpt.bench.layouts import ModelLayout, held_bytes, shards_of
 from flashckpt.bench.measure import interleave, median, summarise
 from flashckpt.bench.scratch import Scratch
 from flashckpt.bench.worker import Workers
+from flashckpt.environment import env
 from flashckpt.errors import ConfigError, FlashckptError
 from flashckpt.shm.lease import Lease
 
@@ -158,7 +159,7 @@ class BenchJob:
             "FLASHCKPT_AGENT_DIR": str(self.memory),
             "FLASHCKPT_JOB_ID": JOB,
             "LOCAL_RANK": str(rank),
-            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+            "GLOO_SOCKET_IFNAME": env.GLOO_SOCKET_IFNAME or "lo",
         }
 
     def cycle(self, found: Gathered) -> None:

@@ -32,8 +32,6 @@ from flashckpt.errors import DamagedError
 from flashckpt.report import RestoreReport
 from flashckpt.shm.segment import Segment
 
-NEVER = 10**9
-"""Steps between checkpoints: the persister takes what it is asked for, and no daemon runs."""
 MANIFEST_BYTES = 1 << 20
 _SQUARE = 192  # rows of the matrices that stand for forward and backward: milliseconds each
 
@@ -182,7 +180,7 @@ class Rank:
         ckpt = Checkpointer(
             config["url"],
             snapshot_every=1,
-            persist_every=NEVER,
+            persist_every=None,  # the persister takes what it is asked for, and no daemon runs
             keep_last=None,
             job=config["job"],
             slots=config["slots"],

@@ -117,11 +117,6 @@ def list_checkpoints(store: Store, *, damaged: bool = False, whole: bool = False
     return [info for info in read_contents(store, whole=whole).infos if damaged or not info.problem]
 
 
-def list_uncommitted(store: Store) -> list[str]:
-    """Return the folders of checkpoints without a MANIFEST (being written, given up, or being deleted)."""
-    return list(read_contents(store, verify=0).uncommitted)
-
-
 def read_contents(store: Store, *, whole: bool = False, verify: int = VERIFIED_NEWEST) -> RootContents:
     """Return what a root holds: from its names, and from the MANIFESTs that they do not tell enough of.
 

@@ -15,6 +15,7 @@ import click
 
 from flashckpt import __version__
 from flashckpt.cli import output
+from flashckpt.environment import env
 from flashckpt.errors import FlashckptError
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -120,6 +121,7 @@ def _run(arguments: list[str]) -> int:
         group.main(arguments, prog_name="flashckpt", standalone_mode=False)
         return 0
     with group.make_context("flashckpt", list(arguments)) as context:  # group.main would turn closed pipes into code 1
+        env.check("command")
         code = group.invoke(context)
     return code if isinstance(code, int) else 0
 

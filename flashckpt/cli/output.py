@@ -15,6 +15,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from flashckpt.environment import env
 from flashckpt.errors import FlashckptError
 from flashckpt.printable import printable, to_json
 from flashckpt.streams import fill_closed
@@ -125,7 +126,7 @@ def print_error(fields: dict[str, Any], text: str, *, as_json: bool) -> None:
 
 def print_traceback() -> None:
     """Print where an unforeseen error came from, if FLASHCKPT_TRACEBACK asks for it."""
-    if os.environ.get("FLASHCKPT_TRACEBACK"):
+    if env.FLASHCKPT_TRACEBACK:
         traceback.print_exc()
 
 

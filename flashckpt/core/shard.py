@@ -133,18 +133,6 @@ def place_sizes(nbytes: npt.NDArray[np.int64]) -> Placement:
     return Placement(offsets=offsets, total=round_up(int(taken.sum()), ALIGN_LARGE))
 
 
-def intersect(
-    a_offsets: Sequence[int], a_lengths: Sequence[int], b_offsets: Sequence[int], b_lengths: Sequence[int]
-) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return (offsets, lengths) of the common box in global coordinates, or None if it is empty."""
-    offsets = tuple(max(a, b) for a, b in zip(a_offsets, b_offsets, strict=True))
-    ends = zip(a_offsets, a_lengths, b_offsets, b_lengths, strict=True)
-    lengths = tuple(min(a + n, b + m) - o for (a, n, b, m), o in zip(ends, offsets, strict=True))
-    if any(n <= 0 for n in lengths):
-        return None
-    return offsets, lengths
-
-
 def joined(boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Return boxes (offsets, lengths) of one tensor with those that were cut along one dimension put together again.
 
@@ -156,14 +144,6 @@ def joined(boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[t
         while len(found) > 1 and (both := _both(*found[-2:])) is not None:
             found[-2:] = [both]
     return found
-
-
-def boxes_by_name(shards: Iterable[Shard]) -> dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]]:
-    """Return each tensor's boxes (offsets, lengths), put together where it is persisted in parts."""
-    found: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
-    for shard in shards:
-        found.setdefault(shard.fqn, []).append((shard.offsets, shard.lengths))
-    return {fqn: joined(boxes) if len(boxes) > 1 else boxes for fqn, boxes in found.items()}
 
 
 def _both(

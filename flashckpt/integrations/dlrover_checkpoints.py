@@ -14,7 +14,6 @@ from flashckpt.errors import ConfigError
 from flashckpt.logs import guarded
 
 _log = guarded(logging.getLogger("flashckpt"))
-_NEVER = 10**9
 
 
 class StorageType(Enum):
@@ -71,7 +70,7 @@ class Flash:
 
     def __init__(self, checkpoint_dir: str, deletion_strategy: Any, replicate: int, options: Mapping[str, Any]) -> None:
         refuse_strategy(deletion_strategy)
-        settings = {"snapshot_every": 1, "persist_every": _NEVER, "keep_last": None, "replicate": replicate}
+        settings = {"snapshot_every": 1, "persist_every": None, "keep_last": None, "replicate": replicate}
         self.checkpointer = Checkpointer(checkpoint_dir, **{**settings, **options})
         self._is_open = self._is_path_said = False
 

@@ -14,6 +14,7 @@ from typing import Any
 from ray.train import get_context
 
 from flashckpt.checkpointer import Checkpointer
+from flashckpt.environment import env
 from flashckpt.errors import ConfigError
 from flashckpt.shm.job_id import job_id_of_root
 from flashckpt.shm.roots import scheme_of
@@ -43,7 +44,7 @@ def checkpointer(root: str | os.PathLike[str], **options: Any) -> Checkpointer:
     text = os.fspath(root)
     if scheme_of(text) == "file" and "://" not in text and not Path(text).is_absolute():
         text = str(_folder_of(storage, text) / text)
-    if options.get("job") is None and not os.environ.get("FLASHCKPT_JOB_ID"):
+    if options.get("job") is None and not env.FLASHCKPT_JOB_ID:
         options["job"] = job_id_of_root(text)
     return Checkpointer(text, **options)
 

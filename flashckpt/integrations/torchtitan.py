@@ -10,7 +10,6 @@ weights, and those for Hugging Face at the end.
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -24,6 +23,7 @@ from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.tools import filesystem
 
 from flashckpt.checkpointer import Checkpointer
+from flashckpt.environment import env
 from flashckpt.errors import ConfigError, SamplerStateError
 from flashckpt.integrations.shared import OneForAllRanks
 from flashckpt.logs import guarded
@@ -317,7 +317,7 @@ def _validate_aside(trainer: Any, checkpointer: Checkpointer) -> None:
 
 
 def _is_restart() -> bool:
-    return int(os.environ.get("FLASHCKPT_RESTART") or 0) > 0
+    return env.FLASHCKPT_RESTART > 0
 
 
 def _refuse_replicas(others: Mapping[str, Any]) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
 
+from flashckpt.environment import env
 from flashckpt.errors import ConfigError
 from flashckpt.native import fallback
 from flashckpt.native.descriptors import Digests, Refusal, error_of, first_chunks_of, output_of, rows_of
@@ -120,7 +120,7 @@ def digest_ranges(memory: Any, starts: Any, sizes: Any) -> Digests:
 def choose_level(level: str | None) -> str:
     """Return the level of a name, or for None what FLASHCKPT_COPY names or the best one. Raises as `implementation`."""
     usable = levels()
-    if name := level or os.environ.get(LEVEL_VARIABLE, ""):
+    if name := level or env.FLASHCKPT_COPY:
         if name not in usable:
             raise ConfigError(
                 f"unsupported copy implementation {name!r} on this CPU",

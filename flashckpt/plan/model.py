@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 PUBLISHED_INTERRUPTIONS = 419
 PUBLISHED_DAYS = 54
@@ -256,11 +256,6 @@ def _minimum(function: Callable[[float], float], low: float, high: float, rounds
         if right - left < 1e-4:
             break
     return math.exp((left + right) / 2)
-
-
-def at_sizes(failures: Failures, costs: Costs, sizes: Sequence[int], *, step_s: float = 0.0) -> list[Intervals]:
-    """Return the best intervals for other numbers of GPUs at the same costs."""
-    return [best(replace(failures, gpus=size), costs, step_s=step_s) for size in sizes]
 
 
 def wrong_intervals(

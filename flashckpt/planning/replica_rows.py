@@ -52,11 +52,6 @@ class ReplicaMap:
     partners: Sequence[Sequence[int]]
     replicas: int
 
-    @property
-    def every_partner(self) -> int:
-        """The mask of a row that goes to all partners."""
-        return (1 << self.replicas) - 1
-
     def masks(self, keys: Mapping[int, Keys]) -> dict[int, Masks]:
         """Return for each rank, row by row, the partners that it sends the row to: bit k stands for partner k of its node.
 

@@ -8,6 +8,7 @@ import socket
 import threading
 
 from flashckpt import peer_link
+from flashckpt.environment import env
 from flashckpt.peer_link import PeerLink
 from flashckpt.replicate.records import ReplicaSession
 
@@ -24,8 +25,8 @@ def give_way() -> None:
 
     FLASHCKPT_REPLICA_NICE is another priority than the lowest, as of `nice`, where replicas that are newer are worth slower steps.
     """
-    with contextlib.suppress(ValueError, OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), int(os.environ.get("FLASHCKPT_REPLICA_NICE") or 19))
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), env.FLASHCKPT_REPLICA_NICE)
 
 
 def linked(sock: socket.socket, session: ReplicaSession, *, accepts: bool) -> PeerLink:

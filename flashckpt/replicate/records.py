@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.planning.partners import partner_map, senders_to
+from flashckpt.planning.partners import partner_map
 from flashckpt.planning.replica_rows import Keys, Masks
 from flashckpt.shm import job_records
 from flashckpt.shm.job_directory import JobDirectory
@@ -70,11 +70,6 @@ class ReplicaSession:
     def name(self, node: int) -> str:
         """Return the name of a node, for people."""
         return self.hosts[node] if node < len(self.hosts) else f"node {node}"
-
-    @property
-    def kept_ranks(self) -> set[int]:
-        """Ranks of the nodes whose replicas this one keeps."""
-        return {rank for sender in senders_to(self.partners, self.node) for rank in self.ranks_of(sender)}
 
     def place(self, node: int) -> tuple[str, int] | None:
         """Return address and port of a node's persister; None where it does not listen."""

@@ -14,13 +14,14 @@ from collections.abc import Callable
 from typing import Any
 
 from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.environment import env
 from flashckpt.errors import FlashckptError
 from flashckpt.peer_link import PeerLink
 from flashckpt.planning.replica_rounds import NodeReport, RoundDecision
 from flashckpt.planning.round_memory import DecidingMemory
 from flashckpt.replicate.connections import SMALL, linked
 from flashckpt.replicate.records import ReplicaSession
-from flashckpt.replicate.sender import ANSWER_S, CONNECT_S, passed_over_s
+from flashckpt.replicate.sender import ANSWER_S, CONNECT_S
 
 IDLE_S, BUSY_S = 1.0, 0.2
 """Seconds between two reports to the node that decides: with nothing to send, and while something is under way."""
@@ -46,7 +47,9 @@ class HeardReports:
             now = time.monotonic()
             self._reports[node] = now, report
             nodes = range(len(self._session.addresses))
-            silent = {k for k in nodes if now - self._reports.get(k, (self._began_s,))[0] > passed_over_s()}
+            silent = {
+                k for k in nodes if now - self._reports.get(k, (self._began_s,))[0] > env.FLASHCKPT_REPLICA_PATIENCE
+            }
             known = [self._reports[k][1] if k in self._reports and k not in silent else None for k in nodes]
             return self._memory.decide(known, silent)
 
@@ -87,7 +90,7 @@ class RoundsReporter:
     def _run(self) -> None:
         is_busy = False
         while not self._over.is_set():
-            idle_s = min(IDLE_S, passed_over_s() / 8)  # who says nothing for longer is passed over
+            idle_s = min(IDLE_S, env.FLASHCKPT_REPLICA_PATIENCE / 8)  # who says nothing for longer is passed over
             self._changed.wait(max(BUSY_S, len(self._session.addresses) / 1000) if is_busy else idle_s)
             self._changed.clear()
             report = self._make()
@@ -109,7 +112,10 @@ class RoundsReporter:
 
     def _leader(self) -> int:
         """Return the first node that answers, or may answer by now; this one where none before it does."""
-        now, patience_s = time.monotonic(), 1.5 * passed_over_s()  # by then a node that it leaves counts it as silent
+        now, patience_s = (
+            time.monotonic(),
+            1.5 * env.FLASHCKPT_REPLICA_PATIENCE,
+        )  # by then a node that it leaves counts it as silent
         for node in range(self._session.node):
             first_s, tried_s = self._failing.get(node, (now, now))
             if now - first_s < patience_s or now - tried_s > patience_s:
@@ -131,7 +137,7 @@ class RoundsReporter:
         self._failing[leader] = self._failing.get(leader, (now, now))[0], now
         self.problem = f"{self._session.name(leader)}, which decides what is sent, cannot be reached: {error}"
         self._disconnect()
-        self._over.wait(min(IDLE_S, passed_over_s()))
+        self._over.wait(min(IDLE_S, env.FLASHCKPT_REPLICA_PATIENCE))
 
     def _disconnect(self) -> None:
         if self._link is not None:

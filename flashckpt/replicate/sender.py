@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import socket
 import threading
 import time
@@ -17,6 +16,7 @@ import numpy as np
 from flashckpt.core.digest import CHUNK_BYTES
 from flashckpt.core.manifest import Manifest, encode_manifest
 from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.environment import env
 from flashckpt.errors import FlashckptError
 from flashckpt.faults import crash_point
 from flashckpt.peer_link import PeerLink
@@ -32,18 +32,9 @@ CONNECT_S = 5.0
 """Seconds within which a partner takes a connection."""
 RETRY_S = (0.2, 5.0)
 """Seconds before the next attempt: the first, and the most."""
-PASSED_OVER_S = 60.0
-"""Seconds after which a partner that takes nothing is passed over, and a node that reports nothing (FLASHCKPT_REPLICA_PATIENCE)."""
 ATTEMPTS = 3
 """Times that chunks which do not match their digests are sent again: then they are damaged here."""
 _log = logging.getLogger(__name__)
-
-
-def passed_over_s() -> float:
-    """Return after how many seconds a node is passed over."""
-    with contextlib.suppress(ValueError):
-        return float(os.environ.get("FLASHCKPT_REPLICA_PATIENCE") or PASSED_OVER_S)
-    return PASSED_OVER_S
 
 
 class DamagedHereError(Exception):
@@ -157,7 +148,7 @@ class Sender:
     def is_passed_over(self) -> bool:
         """Whether the partner has taken nothing for so long that the others do not wait for it."""
         since_s = self.progress.failing_s
-        return since_s is not None and time.monotonic() - since_s > passed_over_s()
+        return since_s is not None and time.monotonic() - since_s > env.FLASHCKPT_REPLICA_PATIENCE
 
     def close(self) -> None:
         """Have the thread end, without waiting for it: it may be waiting for a node that is gone. `is_using` says when it has."""

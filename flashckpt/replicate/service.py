@@ -18,13 +18,14 @@ from pathlib import Path
 
 from flashckpt.core.generation import Generation
 from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.environment import env
 from flashckpt.planning.replica_rounds import NodeReport, RoundDecision
 from flashckpt.planning.round_memory import PartnerView, RoundMemory
 from flashckpt.replicate import records
 from flashckpt.replicate.receiver import Listener
 from flashckpt.replicate.records import NodeEndpoint, ReplicaRows, ReplicaSession
 from flashckpt.replicate.rounds import HeardReports, RoundsReporter
-from flashckpt.replicate.sender import ReplicaTarget, Sender, passed_over_s
+from flashckpt.replicate.sender import ReplicaTarget, Sender
 from flashckpt.replicate.slots import Kept, ReplicaSlots
 from flashckpt.shm import job_records
 from flashckpt.shm.inventory import NodeInventory, pin, release
@@ -310,7 +311,7 @@ def _say_passed_over(session: ReplicaSession, nodes: Sequence[int]) -> None:
         names = ", ".join(session.name(node) for node in nodes)
         _log.warning(
             "replicas are sent without %s, which could not be reached for %.0f s: state that only these "
-            "nodes hold is protected only up to the newest full replica or checkpoint", names, passed_over_s(),
+            "nodes hold is protected only up to the newest full replica or checkpoint", names, env.FLASHCKPT_REPLICA_PATIENCE,
         )  # fmt: skip
     else:
         _log.info("all nodes take part in replication again")

@@ -23,6 +23,7 @@ from flashckpt.core.box import Box
 from flashckpt.core.digest import CHUNK_BYTES
 from flashckpt.core.shard import ITEMSIZE, Shard
 from flashckpt.core.shard_table import ShardTable
+from flashckpt.environment import env
 from flashckpt.errors import DamagedError, FlashckptError
 from flashckpt.faults import crash_point
 from flashckpt.logs import guarded
@@ -171,7 +172,7 @@ def thread_count(*, waits: bool) -> int:
     cores = len(os.sched_getaffinity(0))
     if waits:
         return min(16, cores * 2)
-    return max(1, min(16, cores // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)))
+    return max(1, min(16, cores // env.LOCAL_WORLD_SIZE))
 
 
 class _Executor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -15,6 +14,7 @@ from flashckpt.checkpoint import root_summary
 from flashckpt.checkpoint.generations import read_generations
 from flashckpt.core.generation import Generation
 from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.environment import env
 from flashckpt.errors import DamagedError, FlashckptError
 from flashckpt.job_key import ranks_key
 from flashckpt.logs import guarded
@@ -54,7 +54,7 @@ def gather(
         node=f"{boot_id().hex()}:{status.st_dev}:{status.st_ino}",
         slots=tuple(_slots(directory)),
         generation=lineage,
-        restart=int(os.environ.get("FLASHCKPT_RESTART") or 0),
+        restart=env.FLASHCKPT_RESTART,
         need_bytes=need_bytes,
         free_bytes=free_bytes,
         members=tuple(_members(directory)),

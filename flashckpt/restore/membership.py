@@ -17,7 +17,6 @@ import msgpack
 
 from flashckpt import collectives
 from flashckpt.errors import ConfigError
-from flashckpt.job_key import VARIABLE
 
 _NONCE = 32
 _NONE = bytes(_NONCE)
@@ -55,7 +54,7 @@ def proof(key: bytes, rank: int, spoken: bytes) -> bytes:
 
 def _refusal(strangers: Sequence[int], key: bytes) -> ConfigError:
     state = "Nothing was restored, and no state was sent."
-    remedy = f"give all nodes the same {VARIABLE}, and close their ports to others"
+    remedy = "give all nodes the same FLASHCKPT_JOB_SECRET, and close their ports to others"
     if not key:
         return ConfigError("this rank has no job secret, and other ranks have one", state=state, remedy=remedy)
     ranks = ", ".join(map(str, strangers[:8])) + (" and others" if len(strangers) > 8 else "")

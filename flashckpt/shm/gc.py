@@ -8,20 +8,19 @@ Segments that a newer common snapshot of the same job supersedes are the daemon'
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flashckpt.errors import ConfigError, JobInUseError, NoCheckpointError
+from flashckpt.environment import env
+from flashckpt.errors import JobInUseError, NoCheckpointError
 from flashckpt.shm import block
 from flashckpt.shm.job_directory import JobDirectory, memory_root
 from flashckpt.shm.lease import Lease
 from flashckpt.shm.private import Skipped, private_directories, private_directory, remove_tree
 
-KEEP_DEAD_S = 24 * 3600.0
 _ENDED = ".ended-"
 
 
@@ -44,19 +43,6 @@ class DeadMemory:
     is_expired: bool
 
 
-def keep_dead_s() -> float:
-    """Return for how many seconds memory of dead jobs is kept: FLASHCKPT_KEEP_DEAD, 24 h if not set.
-
-    Raises:
-        ConfigError: It is not a number of seconds.
-    """
-    text = os.environ.get("FLASHCKPT_KEEP_DEAD") or str(KEEP_DEAD_S)
-    with contextlib.suppress(ValueError):
-        if (value := float(text)) >= 0 and math.isfinite(value):
-            return value
-    raise ConfigError("invalid FLASHCKPT_KEEP_DEAD", found=repr(text), expected="a number of seconds, at least 0")
-
-
 def dead_memory(job: str | None = None) -> list[DeadMemory]:
     """Return the memory of dead jobs on this node, resumable or expired; removes nothing.
 
@@ -72,7 +58,7 @@ def dead_memory(job: str | None = None) -> list[DeadMemory]:
 
 def look(job: str | None = None) -> tuple[list[DeadMemory], list[Skipped]]:
     """Return what `dead_memory` does, and foreign files among it, which are not opened, measured or removed."""
-    keep_s = keep_dead_s()
+    keep_s = env.FLASHCKPT_KEEP_DEAD
     paths, skipped = private_directories(memory_root())
     if job is not None and job not in [path.name for path in paths]:
         why = [f"{one.path}: {one.reason}" for one in skipped if one.path in (memory_root(), memory_root() / job)]

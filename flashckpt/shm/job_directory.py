@@ -10,8 +10,8 @@ import threading
 import time
 from pathlib import Path
 
-from flashckpt import job_key
 from flashckpt.core.generation import Generation
+from flashckpt.environment import env
 from flashckpt.errors import DamagedError, JobInUseError, SharedMemoryError
 from flashckpt.settings import checked
 from flashckpt.shm import job_records
@@ -41,7 +41,7 @@ __all__ = ["DaemonStatus", "Generation", "JobConfig", "JobDirectory", "jobs_in_m
 
 def memory_root() -> Path:
     """Return the folder of this user's jobs: $FLASHCKPT_SHM_DIR or /dev/shm, then `flashckpt-<uid>`."""
-    base = Path(os.environ.get("FLASHCKPT_SHM_DIR") or "/dev/shm")  # noqa: S108 -- tmpfs on purpose
+    base = Path(env.FLASHCKPT_SHM_DIR)
     return base.absolute() / f"flashckpt-{os.getuid()}"  # absolute: the daemon runs in another directory
 
 
@@ -335,9 +335,9 @@ class JobDirectory:
 def _daemon_environment() -> dict[str, str]:
     """The caller's environment, extended so that the daemon imports the same flashckpt from any directory."""
     home = str(Path(__file__).resolve().parents[2])  # the folder that holds the package
-    paths = [home, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    paths = [home, *filter(None, env.PYTHONPATH.split(os.pathsep))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
-    environment.pop(job_key.VARIABLE, None)  # who signs what is a matter of agents and ranks
+    environment.pop("FLASHCKPT_JOB_SECRET", None)  # who signs what is a matter of agents and ranks
     return environment
 
 

@@ -6,18 +6,13 @@ import os
 import re
 
 from flashckpt.core.digest import digest
+from flashckpt.environment import env
 from flashckpt.errors import ConfigError
 from flashckpt.shm.roots import root_url
 
 __all__ = ["earlier_job_id", "job_id", "job_id_of_root", "root_digest", "root_url"]
 
 _SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_VARIABLES = (
-    ("FLASHCKPT_JOB_ID", ""),
-    ("SLURM_JOB_ID", "slurm-"),  # stable over requeue
-    ("JOBSET_UID", "jobset-"),
-    ("JOB_UID", "job-"),
-)
 
 
 def root_digest(root: str) -> int:
@@ -35,10 +30,12 @@ def job_id(root: str | os.PathLike[str], explicit: str | None = None) -> str:
     """
     if explicit is not None:
         return _checked(explicit, "job=")
-    for name, prefix in _VARIABLES:
-        if value := os.environ.get(name):
-            of_root = f"-{_of_root(root)}" if prefix else ""
-            return _checked(prefix + value + of_root, name)
+    if env.FLASHCKPT_JOB_ID:
+        return env.FLASHCKPT_JOB_ID
+    # a scheduler's are the same over a requeue
+    for name, prefix in {"SLURM_JOB_ID": "slurm", "JOBSET_UID": "jobset", "JOB_UID": "job"}.items():
+        if value := getattr(env, name):
+            return _checked(f"{prefix}-{value}-{_of_root(root)}", name)
     return job_id_of_root(root)
 
 

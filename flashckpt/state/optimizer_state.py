@@ -210,11 +210,6 @@ def bytes_per_byte(optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, int
     return found
 
 
-def groups_by_parameter(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
-    """Return id(parameter) -> the group that holds it."""
-    return {id(p): group for group in optimizer.param_groups for p in group["params"]}
-
-
 def in_program_order(optimizer: torch.optim.Optimizer) -> None:
     """Bring state that a restore has made into the order in which steps make it: that of the groups."""
     state = optimizer.state

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -41,13 +41,6 @@ class TensorPart:
 
 Parts = Sequence[Mapping[str, Sequence[TensorPart]]]
 """Of each object that has some: by name, in the order of the elements."""
-
-
-class HasParts(Protocol):
-    """A tracked object with tensors in parts."""
-
-    def flashckpt_parts(self) -> dict[str, Sequence[TensorPart]]:
-        """Return what this rank holds, in the order of the elements: always the same dict, which may get other members."""
 
 
 def parts_of(objects: Iterable[Any]) -> list[dict[str, Sequence[TensorPart]]]:

@@ -19,9 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from flashckpt.core.shard import Shard
 from flashckpt.state.box_sets import BoxSet
-from flashckpt.state.placement import LocalBox, Replication, local_of, shard_of
+from flashckpt.state.placement import LocalBox, local_of, shard_of
 
-_SHAPE_AND_DTYPE = operator.attrgetter("dtype", "shape")
 _SHAPE, _DTYPE, _DEVICE, _IS_CPU = (operator.attrgetter(name) for name in ("shape", "dtype", "device", "is_cpu"))
 
 
@@ -247,27 +246,6 @@ def arranged(
         awaited=place[np.asarray(awaited, np.int64)],
         **rest,
     )
-
-
-def structure_of(entries: Iterable[Entry]) -> Structure:
-    """Return the Structure of entries that were made one by one; the order they come in does not matter."""
-    entries = list(entries)
-    sets = [
-        BoxSet(
-            dtype=e.dtype,
-            whole=e.boxes,
-            boxes=tuple(sorted(e.boxes, key=operator.attrgetter("offsets"))),
-            spread=Replication(replicas=e.replicas),
-            shares=(),
-            form=_SHAPE_AND_DTYPE(e.local),
-            device=e.local.device,
-            is_sharded=isinstance(e.tensor, DTensor),
-            is_inference=e.local.is_inference(),
-        )
-        for e in entries
-    ]
-    numbers = range(len(entries))
-    return arranged([e.fqn for e in entries], [e.tensor for e in entries], numbers, [e.fenced for e in entries], sets)
 
 
 def in_order(shards: Iterable[Shard]) -> list[Shard]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from flashckpt.environment import env
 from flashckpt.errors import FlashckptError, ObjectMissingError, RootError, StoreError
 from flashckpt.storage.conditional import require_restartable, truncated
 from flashckpt.storage.direct_io import extents
@@ -190,7 +191,7 @@ class ObstoreStore(S3Store):
         settings: dict[str, Any] = {
             "config": {
                 "endpoint": endpoint,
-                **({_OF_S3: endpoint} if _OF_S3.upper() in os.environ else {}),
+                **({_OF_S3: endpoint} if env.is_set(_OF_S3.upper()) else {}),
                 "region": address.region,
                 "virtual_hosted_style_request": address.is_virtual,
                 "skip_signature": bool(self._options.get("anon")),

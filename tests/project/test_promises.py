@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from typing import Any
 
 import pytest
-from support.paths import ROOT
+from support.tools import load_tool
 
 
 @pytest.fixture(scope="module")
 def tool() -> Any:
-    spec = importlib.util.spec_from_file_location("promises", ROOT / "tools" / "promises.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["promises"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("promises")
 
 
 def test_every_promise_names_a_test_that_is_there(tool: Any) -> None:

@@ -5,12 +5,12 @@ Where transformers is installed, the logits of the trained weights are compared 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
+from flashckpt.environment import env
 from flashckpt.errors import LayoutError
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.evaluate.reference import differ_from_transformers
@@ -92,7 +92,7 @@ def check(config: RunConfig) -> CheckResult | None:
     """
     # a number that is rounded to float8 otherwise is off by a sixteenth: no measure for a layout
     config = replace(config, model=replace(config.model, dropout=0.0), train=replace(config.train, float8="off"))
-    layout = prepare(config, int(os.environ.get("WORLD_SIZE", "1")))
+    layout = prepare(config, env.WORLD_SIZE)
     with process_group(config) as device:
         trainer = Trainer(config, layout, device)
         precision = trainer.config.train.precision

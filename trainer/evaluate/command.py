@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
+from flashckpt.environment import env
 from flashckpt.errors import ConfigError, NoCheckpointError
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.data.corpus import prepare_corpus
@@ -38,7 +38,7 @@ def evaluate(config: RunConfig, step: str | None = None) -> tuple[Scores, str]:
         ConfigError: there are none, or they are those of another model.
         DataError, LayoutError: see `Evaluator` and `resolve_layout`.
     """
-    layout = resolve_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
+    layout = resolve_layout(config, env.WORLD_SIZE)
     if not config.data.sources and config.eval.held_out:
         prepare_corpus(config.data.folder, config.data.source, config.data.holdout_every)
     source = _weights(config, step)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from flashckpt.environment import env
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.data.questions import ProbeQuestion, read_questions
 from flashckpt.trainer.data.sets import start_token
@@ -70,7 +70,7 @@ class Probe:
         self._texts = [_cut(one, seq_len) for one in texts]
         self.cut = sum(len(one.tokens) > seq_len + 1 for one in texts)
         self.lengths = np.array([max(1, len(one.tokens) - 1) for one in self._texts], np.int64)
-        if self.cut and os.environ.get("RANK", "0") == "0":
+        if self.cut and env.RANK == 0:
             logger.warning(
                 "%d of %d texts of the probe %s are longer than train.seq_len = %d and were cut from the left",
                 self.cut, len(texts), name, seq_len,

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from flashckpt.environment import env
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.data.mixed import MixedDataset, channels_of, open_data
 from flashckpt.trainer.data.sets import run_vocabulary, sets_of
@@ -103,7 +103,7 @@ def _held_out(config: RunConfig) -> dict[str, _Text]:
     if missing := [name for name in channels_of(config) if name not in data.channels]:
         text = "nothing is held out of %s: not evaluated; lower data.holdout_every (%d), or add documents"
         logger.log(
-            logging.WARNING if os.environ.get("RANK", "0") == "0" else logging.DEBUG,
+            logging.WARNING if env.RANK == 0 else logging.DEBUG,
             text,
             ", ".join(f"channel {name}" for name in missing),
             config.data.holdout_every,

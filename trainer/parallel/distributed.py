@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from flashckpt.environment import env
 from flashckpt.errors import ConfigError, RootError, StoreError
 from flashckpt.report import RestoreReport
 from flashckpt.shm.roots import root_url
@@ -34,10 +35,10 @@ def check_root(root: str, storage_options: Mapping[str, Any]) -> None:
         RootError: the root cannot be made or written.
         ConfigError: a storage option is wrong.
     """
-    if os.environ.get("FLASHCKPT_RESTART", "0") != "0":
+    if env.FLASHCKPT_RESTART:
         return
     url = root_url(root)
-    if not url.startswith("file://") and os.environ.get("RANK", "0") != "0":
+    if not url.startswith("file://") and env.RANK:
         return
     try:
         open_in_rank(url, storage_options).check(write=True)
@@ -53,7 +54,7 @@ def check_root(root: str, storage_options: Mapping[str, Any]) -> None:
 
 def is_first_start(device: torch.device) -> bool:
     """Return whether no rank of the group was started before: a node that joins a running job finds others that were. Collective."""
-    restarted = torch.tensor([float(os.environ.get("FLASHCKPT_RESTART", "0") != "0")], device=device)
+    restarted = torch.tensor([float(env.FLASHCKPT_RESTART > 0)], device=device)
     dist.all_reduce(restarted, dist.ReduceOp.MAX)
     return not restarted.item()
 
@@ -61,9 +62,9 @@ def is_first_start(device: torch.device) -> bool:
 def note_restore(folder: str, report: RestoreReport) -> None:
     """Append this rank's restore to `restores.jsonl`; each line is one write, so ranks may share the file."""
     line = {
-        "launch": os.environ.get("TORCHELASTIC_RUN_ID", str(os.getppid())),
+        "launch": env.TORCHELASTIC_RUN_ID or str(os.getppid()),
         "generation": report.life,
-        "rank": int(os.environ.get("RANK", "0")),
+        "rank": env.RANK,
         "step": report.step,
         "bytes": dict(report.tier_bytes),
         "seconds": round(float(report.seconds.get("total", 0.0)), 4),
@@ -122,7 +123,7 @@ def process_group(config: RunConfig, *, alone: bool = False) -> Iterator[torch.d
         )
     device = torch.device("cuda" if wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available()) else "cpu")
     if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        device = torch.device("cuda", env.LOCAL_RANK % torch.cuda.device_count())
         torch.cuda.set_device(device)
     else:
         _refuse_on_cpu(config)
@@ -135,7 +136,7 @@ def process_group(config: RunConfig, *, alone: bool = False) -> Iterator[torch.d
         return
     timeout = timedelta(seconds=config.parallel.timeout_s)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    if "RANK" in os.environ and not alone:
+    if env.is_set("RANK") and not alone:
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)

@@ -42,11 +42,6 @@ class Traffic:
         return self.sent / self.rate
 
 
-def tensor_elements(batch: int, seq_len: int, dim: int) -> int:
-    """Return what tensor parallelism moves per layer, 8 b s h: four all-reduces of b s h, each sent twice."""
-    return 8 * batch * seq_len * dim
-
-
 def data_elements(weights: int) -> int:
     """Return what an all-reduce of gradients moves: twice the weights, 16 h^2 for two matrices of h x 4 h."""
     return 2 * weights

@@ -13,13 +13,13 @@ import contextlib
 import functools
 import logging
 import math
-import os
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from flashckpt.environment import env
 from flashckpt.errors import RESUME_EXIT_CODE, FlashckptError
 from flashckpt.sampler.datasets import reaching
 from flashckpt.trainer.config import RunConfig
@@ -83,7 +83,7 @@ class Trainer:
         config = with_precision(config, device.type)
         self.config, self.layout = config, layout
         self.clock, self.timer = clock or StartClock(), PhaseTimer()
-        rank = int(os.environ.get("RANK", "0"))
+        rank = env.RANK
         self.profiler = None if profiled is None else StepProfiler(profiled, config.log.folder, rank, device)
         self.phases = phases_of(config)
         self.phase = self.phases[0]
@@ -336,7 +336,7 @@ class Trainer:
             if self.ckpt is not None:  # every snapshot is of an accepted step: a skipped one pushes no checkpoint out
                 self.ckpt.fence()  # in place of the optimizer's: the snapshot before becomes complete
                 self.ckpt.heartbeat()
-                self._owes_persist |= step % self.config.checkpoint.persist_every == 0
+                self._owes_persist |= self.config.checkpoint.is_persist(step)
             return 0.0
         began = time.perf_counter()
         persist, self._owes_persist = is_last or self._owes_persist, False
@@ -402,7 +402,7 @@ def train(config: RunConfig, profiled: ProfileRange | None = None) -> int:
         RootError: the checkpoint root cannot be written, and the job has not trained yet.
     """
     clock = StartClock()
-    layout = prepare(config, int(os.environ.get("WORLD_SIZE", "1")))
+    layout = prepare(config, env.WORLD_SIZE)
     clock.reach("data")
     with process_group(config) as device:
         clock.reach("process group")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from flashckpt.environment import env
 from flashckpt.trainer.changes import compare, recorded_values, refuse_changes
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.train.scaler import LossScaler
@@ -19,7 +19,7 @@ _JUDGED = ("model.", "optim.", "data.", "guard.", "train.global_batch", "train.p
 
 def say_once(level: int, text: str) -> None:
     """Log on rank 0 what all ranks know."""
-    if os.environ.get("RANK", "0") == "0":
+    if env.RANK == 0:
         logger.log(level, "%s", text)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import time
 from pathlib import Path
 
 from flashckpt.agent_folder import agent_folder, has_display, write_permanent_error
-from flashckpt.errors import FINAL_CODES, FlashckptError
+from flashckpt.environment import env
+from flashckpt.errors import FINAL_CODES, ConfigError, FlashckptError
 from flashckpt.trainer.nonfatal import nonfatal_stream
 
 _PATIENCE_S = 5.0
@@ -24,10 +24,12 @@ def report_once(error: FlashckptError) -> None:
     error.settle()
     folder = agent_folder()
     if folder is None:
-        if os.environ.get("RANK", "0") == "0" or error.exit_code not in FINAL_CODES:
-            _write(error)
+        with contextlib.suppress(ConfigError):  # of RANK itself
+            if env.RANK and error.exit_code in FINAL_CODES:
+                return
+        _write(error)
         return
-    marker = folder / f"reported-{os.environ.get('FLASHCKPT_RESTART', '0')}-{error.exit_code}"
+    marker = folder / f"reported-{env.FLASHCKPT_RESTART}-{error.exit_code}"
     try:
         marker.touch(exist_ok=False)
     except FileExistsError:

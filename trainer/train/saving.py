@@ -23,17 +23,7 @@ def checkpointer(trainer: Trainer) -> Checkpointer:
     from flashckpt import Checkpointer
 
     settings = trainer.config.checkpoint
-    ckpt = Checkpointer(
-        settings.root,
-        snapshot_every=settings.snapshot_every,
-        persist_every=settings.persist_every,
-        keep_last=settings.keep_last,
-        job=settings.job or None,
-        storage_options=settings.storage_options,
-        replicate=settings.replicate,
-        replicate_every=settings.replicate_every,
-        replicate_rate=settings.replicate_rate or None,
-    )
+    ckpt = Checkpointer(**{**settings.plain(), "job": settings.job or None})
     fenced = ("ema",) if trainer.outer is None else ("model", "outer")  # group weights belong to their optimizer
     ckpt.track(**_tracked(trainer), rng=True, fenced=fenced, mesh=trainer.parallel.mesh)
     return ckpt

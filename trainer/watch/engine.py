@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
+from flashckpt.environment import env
 from flashckpt.trainer.watch.events import Events
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class EngineWatch:
         self._known = 0
         self.snapshot = 0
         self.committed: int | None = 0
-        self.restarts = int(os.environ.get("FLASHCKPT_RESTART") or 0)
+        self.restarts = env.FLASHCKPT_RESTART
         self.restored = ""
 
     def attach(self, ckpt: Checkpointer) -> None:

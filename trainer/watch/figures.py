@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from flashckpt.environment import env
 from flashckpt.trainer.plan.flops import mfu
 from flashckpt.trainer.train.metrics import StepRecord
 from flashckpt.trainer.watch.engine import EngineWatch
@@ -72,7 +73,7 @@ class StepMeter:
             snapshot=0 if engine is None else engine.snapshot,
             committed=None if engine is None else engine.committed,
             lag=None if engine is None else engine.lag,
-            restarts=int(os.environ.get("FLASHCKPT_RESTART") or 0) if engine is None else engine.restarts,
+            restarts=env.FLASHCKPT_RESTART if engine is None else engine.restarts,
         )
 
 

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from flashckpt.environment import Environment, env
+
 CLEAR = "\r\x1b[J"
 """To the beginning of the line; erase from there to the end of the screen."""
 
@@ -28,8 +30,8 @@ def terminal_of(display: str, environ: Mapping[str, str] | None = None) -> Any:
         display: log.display.
         environ: In place of the process's.
     """
-    environ = os.environ if environ is None else environ
-    if display == "plain" or (display == "auto" and _is_unwanted(environ)):
+    values = env if environ is None else Environment(environ)
+    if display == "plain" or (display == "auto" and _is_unwanted(values)):
         return None
     for stream in (sys.stderr, sys.stdout):
         if is_terminal(stream) and not _is_in_background(stream):
@@ -45,8 +47,8 @@ def is_terminal(stream: Any) -> bool:
         return False
 
 
-def _is_unwanted(environ: Mapping[str, str]) -> bool:
-    return bool(environ.get("CI") or environ.get("NO_COLOR")) or environ.get("TERM", "dumb") in ("", "dumb")
+def _is_unwanted(values: Environment) -> bool:
+    return bool(values.CI or values.NO_COLOR) or values.TERM == "dumb"
 
 
 def _is_in_background(stream: Any) -> bool:

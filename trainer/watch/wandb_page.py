@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from flashckpt.environment import env
 from flashckpt.trainer.log_config import LogConfig
 from flashckpt.trainer.nonfatal import Nonfatal
 from flashckpt.trainer.train.metrics import ABANDONED
@@ -119,7 +120,7 @@ def run_id(folder: Path, *, is_fresh: bool) -> str:
         folder: The log folder.
         is_fresh: Nothing was restored: another run begins here, unless dlrun has only restarted this one.
     """
-    path, restarted = folder / RUN_ID, os.environ.get("FLASHCKPT_RESTART", "0") != "0"
+    path, restarted = folder / RUN_ID, env.FLASHCKPT_RESTART > 0
     if restarted or not is_fresh:
         with contextlib.suppress(OSError, UnicodeDecodeError):
             found = path.read_text().strip()

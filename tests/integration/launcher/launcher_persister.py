@@ -160,8 +160,6 @@ def start_elsewhere(run: Run) -> None:
 
 Never = partial(Fault, starts=False, catches_up=False)
 FAULTS: dict[str, Fault] = {
-    "a wrong variable": Never("FLASHCKPT_DAEMON_LINGER is no number", {"FLASHCKPT_DAEMON_LINGER": "abc"}),
-    "not a number": Never("FLASHCKPT_DAEMON_GRACE is no number", {"FLASHCKPT_DAEMON_GRACE": "nan"}),
     "a broken interpreter": Never("its log says nothing", hook="os._exit(139)"),
     "a missing module": Never("ModuleNotFoundError", hook='sys.modules["msgpack"] = None'),
     "storage that never takes anything": Never(

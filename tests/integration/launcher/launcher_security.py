@@ -371,13 +371,13 @@ def test_secret_comes_by_the_environment_or_a_file_that_nobody_else_can_read(tmp
     path.write_text(SECRET + "\n")
     path.chmod(0o600)
     assert job_secret.read_secret({}) == b""
-    assert job_secret.read_secret({job_key.VARIABLE: SECRET}) == SECRET.encode()
+    assert job_secret.read_secret({job_secret.VARIABLE: SECRET}) == SECRET.encode()
     assert job_secret.read_secret({job_secret.FILE_VARIABLE: str(path)}) == SECRET.encode()
     path.chmod(0o604)
     assert stat.S_IMODE(path.stat().st_mode) == 0o604
     with pytest.raises(ConfigError, match="others can read"):
         job_secret.read_secret({job_secret.FILE_VARIABLE: str(path)})
-    for name, value in ((job_secret.FILE_VARIABLE, str(tmp_path / "absent")), (job_key.VARIABLE, "12ab")):
+    for name, value in ((job_secret.FILE_VARIABLE, str(tmp_path / "absent")), (job_secret.VARIABLE, "12ab")):
         with pytest.raises(ConfigError) as caught:
             job_secret.read_secret({name: value})
         assert value not in str(caught.value) or name == job_secret.FILE_VARIABLE

@@ -14,7 +14,8 @@ from support.ranks import run_ranks, values
 from support.training import run_config, run_rank, write_corpus
 
 from flashckpt.errors import NoCheckpointError
-from flashckpt.trainer.config import CheckpointConfig, RunConfig, from_values, to_toml, to_values
+from flashckpt.settings import Settings
+from flashckpt.trainer.config import RunConfig, from_values, to_toml, to_values
 from flashckpt.trainer.data.sets import prepare_sets
 from flashckpt.trainer.evaluate.command import evaluate
 from flashckpt.trainer.evaluate.results import plain_scores
@@ -117,7 +118,7 @@ def test_a_step_names_the_checkpoint(trained: Any, tmp_path: Path) -> None:
 def test_a_step_without_a_root_is_refused_before_torch_is_there(trained: Any, tmp_path: Path) -> None:
     folder, _ = trained
     config = run_of(folder)
-    done = command(tmp_path, replace(config, checkpoint=CheckpointConfig()), "--evaluate", "--step", "1")
+    done = command(tmp_path, replace(config, checkpoint=Settings()), "--evaluate", "--step", "1")
     assert done.returncode == 10, done.stderr
     assert "--step names a checkpoint of no run" in done.stderr
 

@@ -19,7 +19,8 @@ from flashckpt.bench.layouts import (
     scaled,
     stage_layers,
 )
-from flashckpt.core.shard import ITEMSIZE, intersect, layout_hash
+from flashckpt.core.box import Box
+from flashckpt.core.shard import ITEMSIZE, layout_hash
 from flashckpt.errors import LayoutError
 
 TINY = {"llama3-8b": 1 / 16384, "llama3-70b": 1 / 65536, "llama3-405b": 1 / 262144, "llama-1t": 1 / 1048576}
@@ -51,14 +52,14 @@ def test_published_sizes_are_ours_in_other_units_or_of_another_form_of_the_model
 def test_shards_of_all_ranks_cover_every_tensor_exactly_once(name: str) -> None:
     layout = scaled(DEFAULTS[name], TINY[name])
     covered: defaultdict[str, int] = defaultdict(int)
-    boxes: defaultdict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = defaultdict(list)
+    boxes: defaultdict[str, list[Box]] = defaultdict(list)
     shapes: dict[str, tuple[int, ...]] = {}
     for rank in range(layout.ranks):
         for shard in rank_shards(layout, rank):
             shapes[shard.fqn] = shard.global_shape
             if shard.replica == 0:
-                box = (shard.offsets, shard.lengths)
-                assert all(intersect(*box, *other) is None for other in boxes[shard.fqn]), shard.fqn
+                box = Box(shard.offsets, shard.lengths)
+                assert all(box.intersection(other) is None for other in boxes[shard.fqn]), shard.fqn
                 boxes[shard.fqn].append(box)
                 covered[shard.fqn] += math.prod(shard.lengths)
     assert {fqn: math.prod(shape) for fqn, shape in shapes.items()} == dict(covered)

@@ -12,6 +12,7 @@ import pytest
 from support.agents import pretend_agent
 
 from flashckpt import agent_folder, job_key
+from flashckpt.errors import ConfigError
 from flashckpt.peer_link import PeerLink, StrangerError
 from flashckpt.replicate.connections import linked
 from flashckpt.replicate.records import ReplicaSession
@@ -39,10 +40,12 @@ def test_keys_of_other_purposes_secrets_and_sessions_differ_and_none_is_the_secr
 def test_key_of_an_agent_is_for_this_user_alone_and_goes_before_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    secret = {job_key.VARIABLE: SECRET.decode()}
+    secret = {"FLASHCKPT_JOB_SECRET": SECRET.decode()}
     monkeypatch.setenv("FLASHCKPT_AGENT_DIR", "")
     assert job_key.ranks_key({}) == b""
-    assert job_key.ranks_key({job_key.VARIABLE: "short"}) == b""
+    with pytest.raises(ConfigError, match="FLASHCKPT_JOB_SECRET") as caught:
+        job_key.ranks_key({"FLASHCKPT_JOB_SECRET": "short"})
+    assert "short" not in str(caught.value)
     assert job_key.ranks_key(secret) == job_key.derived(SECRET, "ranks")
     monkeypatch.setenv("FLASHCKPT_AGENT_DIR", pretend_agent(tmp_path))
     assert job_key.ranks_key(secret) == b"", "dlrun has left none"

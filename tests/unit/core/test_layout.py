@@ -12,7 +12,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashckpt.core.shard import ALIGN_LARGE, ALIGN_SMALL, SMALL_BYTES, Shard, intersect, layout_hash, place
+from flashckpt.core.box import Box
+from flashckpt.core.shard import ALIGN_LARGE, ALIGN_SMALL, SMALL_BYTES, Shard, layout_hash, place
 from flashckpt.core.shard_table import ShardTable, columns_of, table_from_columns
 from flashckpt.errors import UnsupportedStateError
 
@@ -64,12 +65,15 @@ def test_the_common_box_holds_exactly_the_common_elements(data: Any) -> None:
     a = data.draw(boxes)
     b = data.draw(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=len(a), max_size=len(a)))
 
+    def box_of(pairs: Any) -> Box:
+        return Box(*zip(*pairs, strict=True)) if pairs else Box((), ())
+
     def mask(box: Any) -> Any:
         out = np.zeros((12,) * len(a), bool)
         out[tuple(slice(o, o + n) for o, n in box)] = True
         return out
 
-    common = intersect([o for o, _ in a], [n for _, n in a], [o for o, _ in b], [n for _, n in b])
+    common = box_of(a).intersection(box_of(b))
     expected = mask(a) & mask(b)
     if common is None:
         assert not expected.any()

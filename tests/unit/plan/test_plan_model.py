@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 import pytest
+from support.simulate import simulate
 
 from flashckpt.plan.model import (
     PUBLISHED_GPU_HOURS,
     Costs,
     Failures,
-    at_sizes,
     best,
     daly,
     expected_s,
@@ -19,7 +19,6 @@ from flashckpt.plan.model import (
     wrong_intervals,
     young,
 )
-from flashckpt.plan.simulate import simulate
 
 HOUR = 3600.0
 FAST = Costs(
@@ -140,7 +139,7 @@ def test_intervals_never_fall_below_what_stage_and_persist_take() -> None:
 
 
 def test_more_gpus_never_raise_the_goodput() -> None:
-    goodput = [choice.forecast.goodput for choice in at_sizes(published(8), SLOW, (8, 1_024, 16_384, 100_000))]
+    goodput = [best(published(gpus), SLOW).forecast.goodput for gpus in (8, 1_024, 16_384, 100_000)]
     assert goodput == sorted(goodput, reverse=True)
 
 

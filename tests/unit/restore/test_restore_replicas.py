@@ -12,7 +12,7 @@ from support.ranks import run_ranks, values
 from support.replicas import replicas_of
 from support.spread import lose, node_dir, train_spread
 
-from flashckpt.job_key import VARIABLE, derived, link_key
+from flashckpt.job_key import derived, link_key
 from flashckpt.shm.job_directory import JobDirectory
 
 pytestmark = pytest.mark.timeout(600)
@@ -94,7 +94,7 @@ def keyed(rank: int, root: str) -> dict[str, Any]:
         return found
 
     collectives.bytes_from_rank_0 = giving
-    os.environ[VARIABLE] = SECRET
+    os.environ["FLASHCKPT_JOB_SECRET"] = SECRET
     found = train_spread(rank, "fsdp", root, [0, 1], 2, {"replicate": 1, "slots": 4, "replicated": True})
     session = records.read_session(JobDirectory.open("t", create=False))
     assert session is not None

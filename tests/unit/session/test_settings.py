@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+import sys
+from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.one_rank import agent_of_the_test, crash, opened  # noqa: F401 -- fixtures
+from support.one_rank import agent_of_the_test, crash, finished, opened  # noqa: F401 -- fixtures
 
 from flashckpt import Checkpointer
 from flashckpt.core.superblock import MAX_SLOTS
+from flashckpt.durability import Wanted
 from flashckpt.errors import ConfigError
+from flashckpt.report import RestoreReport
 from flashckpt.settings import MAX_STEP, Settings, next_step
 from flashckpt.shm.job_directory import JobConfig, JobDirectory
 from flashckpt.shm.job_id import root_url
@@ -21,6 +27,12 @@ from flashckpt.shm.roots import local_path
 from flashckpt.storage.factory import S3_OPTIONS, open_store
 from flashckpt.storage.posix import PosixStore
 from flashckpt.trainer import config as trainer_config
+from flashckpt.trainer.train import saving
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 WRONG = [
     *[
@@ -31,7 +43,7 @@ WRONG = [
     *[("keep_every", v) for v in (0, -1, 1.5, "x", False, 10**20)],
     *[("slots", v) for v in (0, 1, MAX_SLOTS + 1, 64, "3", "Auto", None, 2.0, True)],
     *[("snapshot_every", v) for v in (0, -5, 2.5, "5", None, True, 10**20)],
-    *[("persist_every", v) for v in (0, 1.0, "250", None, torch.tensor(5))],
+    *[("persist_every", v) for v in (0, 1.0, "250", "all", torch.tensor(5))],
     *[("job", v) for v in ("", 5, "a b", "../x", ".x", "x" * 129, "x\n", True)],
     *[("storage_options", v) for v in (5, [("a", 1)], {1: 2}, {"session": object()}, {"n": 10**30}, {"anon": True})],
 ]
@@ -53,6 +65,7 @@ def test_a_wrong_setting_is_refused_in_the_constructor_by_name(name: str, value:
     "settings",
     [
         {"compression": "zstd:19", "keep_last": None, "keep_every": 100, "slots": MAX_SLOTS},
+        {"persist_every": None, "replicate_rate": None},
         {"keep_last": np.int64(2), "snapshot_every": np.int32(1), "slots": np.uint8(2), "compression": "auto"},
     ],
     ids=str,
@@ -63,6 +76,67 @@ def test_right_settings_become_plain_values(settings: dict[str, Any], tmp_path: 
         assert getattr(made, name) == value
         assert type(getattr(made, name)) in (int, str, type(None))
     Checkpointer(tmp_path, **settings)
+
+
+def test_a_checkpoint_that_is_never_due_by_its_number_is_made_where_it_is_asked_for(tmp_path: Path) -> None:
+    settings = Settings(snapshot_every=2, persist_every=None)
+    assert [n for n in range(1, 600) if settings.is_persist(n)] == []
+    assert [n for n in range(1, 8) if settings.is_due(n)] == [2, 4, 6]
+    assert settings.newest_persist(10**9) == 0
+    ckpt = Checkpointer(str(tmp_path), snapshot_every=1, persist_every=None, job="t")
+    ckpt.track(model=torch.nn.Linear(2, 2))
+    ckpt.restore()
+    assert ckpt._session is not None
+    found: dict[int, bool] = {}
+    for step in (1, 2, 3):
+        ckpt.step(step, persist=step == 2)
+        finished(ckpt)
+        segment = ckpt._session.memory.segment
+        assert segment is not None
+        found |= {header.identity.step: header.persist for header in segment.headers() if header.is_complete}
+    crash(ckpt)
+    assert found == {1: False, 2: True, 3: False}
+    config = JobDirectory.open("t", create=False).read_config()
+    assert config is not None
+    assert config.persist_every is None
+
+
+def test_what_a_restart_finds_in_memory_is_not_owed_where_no_step_is_due(tmp_path: Path) -> None:
+    report = RestoreReport(step=500, generation=1, life=2, tier_bytes={"memory": 1})
+    for every, due in ((250, 500), (300, 300), (None, 0)):
+        wanted = Wanted(generation=2)
+        wanted.began_with(report, settings=Settings(persist_every=every), marked=False)
+        assert wanted.due == due
+
+
+def test_trainer_sets_every_setting_of_the_engine_by_its_name_and_hands_it_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {
+        "root": f"file://{tmp_path}", "job": "mine", "snapshot_every": 2, "persist_every": "never", "keep_last": "all", "keep_every": 100,
+        "slots": 4, "storage_options": {}, "compression": "zstd:3", "replicate": 1, "replicate_every": 3, "replicate_rate": 5,
+    }  # fmt: skip
+    assert set(values) == {one.name for one in fields(Settings)}
+    words = [word for key, value in values.items() if value != {} for word in (f"--checkpoint.{key}", str(value))]
+    run = trainer_config.read_config(None, words)
+    assert run == trainer_config.from_values({"checkpoint": values})
+    assert run == trainer_config.from_values(tomllib.loads(trainer_config.to_toml(run)))
+    monkeypatch.setattr(saving, "_tracked", lambda _: {})
+    parallel = SimpleNamespace(mesh=None)
+    ckpt = saving.checkpointer(SimpleNamespace(config=run, outer=None, parallel=parallel))  # type: ignore[arg-type]
+    assert ckpt._settings == run.checkpoint
+    assert (ckpt._settings.persist_every, ckpt._settings.keep_last) == (None, None)
+    bare = trainer_config.from_values({"checkpoint": {"root": str(tmp_path)}})
+    ckpt = saving.checkpointer(SimpleNamespace(config=bare, outer=None, parallel=parallel))  # type: ignore[arg-type]
+    assert replace(ckpt._settings, root="", job="") == Settings()
+
+
+def test_signature_and_docstring_of_the_class_name_every_setting_with_its_default() -> None:
+    given = inspect.signature(Checkpointer).parameters
+    for one in fields(Settings):
+        assert re.search(rf"^ +{one.name}: ", Checkpointer.__doc__ or "", re.MULTILINE)
+        if one.name not in ("root", "job", "storage_options"):
+            assert given[one.name].default == one.default
 
 
 def test_credentials_are_not_shown_where_an_option_is_refused() -> None:
@@ -122,14 +196,19 @@ def test_the_daemons_config_is_held_to_the_same_rules() -> None:
         ("keep_last", 0),
         ("snapshot_every", -1),
         ("persist_every", 0),
+        ("persist_every", "sometimes"),
+        ("keep_last", "never"),
+        ("slots", 1),
+        ("compression", "zip"),
         ("root", "s3://"),
         ("root", "~nouser-here/x"),
         ("job", "a b"),
     ],
 )
 def test_the_trainers_section_is_held_to_the_same_rules(key: str, value: Any) -> None:
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError) as caught:
         trainer_config.from_values({"checkpoint": {key: value}})
+    assert key in ("root", "job") or caught.value.problem == f"invalid checkpoint.{key}"
 
 
 WRONG_STEPS = [

@@ -20,7 +20,6 @@ from flashckpt.trainer.plan.wire import (
     data_elements,
     pipeline_elements,
     sharded_passes,
-    tensor_elements,
 )
 
 
@@ -130,7 +129,6 @@ def test_no_published_run_is_faster_than_the_lower_bound_of_its_step() -> None:
 
 
 def test_volumes_on_the_wire_are_those_published() -> None:
-    assert tensor_elements(2, 3, 5) == 8 * 2 * 3 * 5
     dim = 7
     assert data_elements(2 * 4 * dim * dim) == 16 * dim * dim
     assert pipeline_elements(2, 3, 5) == 2 * 2 * 3 * 5
