@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
@@ -29,6 +30,9 @@ PAGE = ROOT / "docs" / "compatibility.md"
 SKIPPED = "skipped"
 PROCESSES = 2
 _ROW = re.compile(r"^\| (?P<name>[^|]+) \| (?P<outcome>[^|]+) \|", re.MULTILINE)
+_EXACT = "Exact: "
+_TINY = ", tiny"
+_ALSO_TINY = " (also tiny)"
 _HEADINGS = ("package", "case", "---")
 _VERSION = re.compile(r"^\| `(?P<name>[\w-]+)` \| (?P<version>\S+) \|$", re.MULTILINE)
 _WORDS = {
@@ -40,7 +44,12 @@ _WORDS = {
 
 def committed() -> dict[str, str]:
     """Return case -> outcome as the page says."""
-    rows = {found["name"]: found["outcome"] for found in _ROW.finditer(PAGE.read_text())}
+    text = PAGE.read_text()
+    rows = {found["name"]: found["outcome"] for found in _ROW.finditer(text)}
+    for paragraph in (" ".join(part.split()) for part in text.split("\n\n") if part.startswith(_EXACT)):
+        for name in paragraph.removeprefix(_EXACT).split("; "):
+            plain = name.removesuffix(_ALSO_TINY)
+            rows |= dict.fromkeys([plain, plain + _TINY] if plain != name else [plain], "exact")
     return {name: outcome for name, outcome in rows.items() if name not in _HEADINGS and not name.startswith("`")}
 
 
@@ -97,13 +106,28 @@ def _groups(verdicts: dict[str, Verdict]) -> Iterator[str]:
     for group in dict.fromkeys(case.group for case in CASES.values()):
         yield ""
         yield f"## {group[0].upper() + group[1:] if not group.startswith('torch') else group}"
-        yield ""
-        yield "| case | outcome | |"
-        yield "|---|---|---|"
+        rows = []
         for case in (case for case in CASES.values() if case.group == group):
             verdict = verdicts[case.name]
             outcome = f"{SKIPPED}: {verdict.message}" if verdict.outcome == SKIPPED else verdict.outcome
-            yield f"| {case.name} | {outcome} | {_remark(case, verdict)} |"
+            rows.append((case.name, outcome, _remark(case, verdict)))
+        yield from rows_of(rows)
+
+
+def rows_of(rows: list[tuple[str, str, str]]) -> Iterator[str]:
+    """Yield the lines of a group: what is exact without a remark as one paragraph, else a row of the table."""
+    exact = [name for name, outcome, remark in rows if outcome == "exact" and not remark]
+    folded = {name + _TINY for name in exact}
+    names = [name + _ALSO_TINY * (name + _TINY in exact) for name in exact if name not in folded]
+    if exact:
+        yield ""
+        yield from textwrap.wrap(_EXACT + "; ".join(names), 118, break_long_words=False, break_on_hyphens=False)
+    others = [row for row in rows if row[0] not in exact]
+    if others:
+        yield ""
+        yield "| case | outcome | |"
+        yield "|---|---|---|"
+        yield from (f"| {name} | {outcome} | {remark} |" for name, outcome, remark in others)
 
 
 def _remark(case: Case, verdict: Verdict) -> str:
