@@ -45,7 +45,7 @@ _WORDS = {
 def committed() -> dict[str, str]:
     """Return case -> outcome as the page says."""
     text = PAGE.read_text()
-    rows = {found["name"]: found["outcome"] for found in _ROW.finditer(text)}
+    rows = {name: found["outcome"] for found in _ROW.finditer(text) for name in found["name"].split("; ")}
     for paragraph in (" ".join(part.split()) for part in text.split("\n\n") if part.startswith(_EXACT)):
         for name in paragraph.removeprefix(_EXACT).split("; "):
             plain = name.removesuffix(_ALSO_TINY)
@@ -79,19 +79,16 @@ def page(verdicts: dict[str, Verdict]) -> str:
 def _introduction() -> Iterator[str]:
     yield "# What is restored exactly, and what is refused"
     yield ""
-    yield "Written by `make compatibility`; a test holds its rows equal to the cases in `tests/integration/frameworks/`. Each case trains on"
-    yield "CPU, is killed by SIGKILL in the middle of a step, continues from **memory** in a new process with another seed, and is killed again. What"
-    yield "it then left is restored twice, each time in a new process with another seed: from **memory**, and from **storage** alone."
+    yield "Written by `make compatibility`; a test holds it equal to the cases in `tests/integration/frameworks/`. Each case trains on CPU, is"
+    yield "killed by SIGKILL in the middle of a step, continues from **memory** in a new process with another seed, and is killed again. What it"
+    yield "then left is restored from **memory**, and from **storage** alone. Two ranks are joined by gloo; nothing was run on a GPU."
     yield ""
-    yield "* **exact**: parameters, buffers, optimizer state, everything else tracked and the random number generators are as restored, and"
-    yield "  after every later step, equal bit for bit to those of a run that was neither tracked nor interrupted; so is each loss."
+    yield "* **exact**: everything tracked and the generators are as restored, and after every later step, equal bit for bit to those of a run"
+    yield "  that was neither tracked nor interrupted; so is each loss. *tiny*: with layers whose state fits into a slot's spare room."
     yield "* **refused**: an error of flashckpt at `track()`, at the first start or at the first step, so before anything could be lost."
-    yield f"* **{SKIPPED}**: not run, since the package named beside it did not install on the machine that wrote this page."
+    yield f"* **{SKIPPED}**: not run, since the package named beside it did not install."
     yield ""
-    yield "Not seen, and so neither: what an optimizer counts in extra attributes that its `state_dict()` lacks too; a number"
-    yield "among them that changes in the first steps is named in a warning."
-    yield ""
-    yield "`2 ranks` are processes joined by gloo. Nothing here was run on a GPU."
+    yield "What an optimizer counts in attributes that its `state_dict()` lacks is not seen; a number that changes is named in a warning."
     yield ""
 
 
@@ -122,12 +119,14 @@ def rows_of(rows: list[tuple[str, str, str]]) -> Iterator[str]:
     if exact:
         yield ""
         yield from textwrap.wrap(_EXACT + "; ".join(names), 118, break_long_words=False, break_on_hyphens=False)
-    others = [row for row in rows if row[0] not in exact]
+    others: dict[tuple[str, str], list[str]] = {}
+    for name, *found in (row for row in rows if row[0] not in exact):
+        others.setdefault((found[0], found[1]), []).append(name)
     if others:
         yield ""
         yield "| case | outcome | |"
         yield "|---|---|---|"
-        yield from (f"| {name} | {outcome} | {remark} |" for name, outcome, remark in others)
+        yield from (f"| {'; '.join(names)} | {outcome} | {remark} |" for (outcome, remark), names in others.items())
 
 
 def _remark(case: Case, verdict: Verdict) -> str:
