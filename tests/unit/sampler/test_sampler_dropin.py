@@ -1,8 +1,8 @@
 """Drop-in proof: what the tests of other samplers and stateful loaders ask for, asked of ours.
 
 Each test states a behaviour that torchdata's stateful sampler and loader tests, DLRover's elastic sampler
-and loader tests or torch's DistributedSampler hold theirs to. docs/data.md lists every one as the same or
-as deliberately different; the last test here holds that table to this file.
+and loader tests or torch's DistributedSampler hold theirs to. docs/data.md lists those that
+deliberately differ; the last test here holds that list to this file.
 """
 
 from __future__ import annotations
@@ -337,5 +337,5 @@ def test_replica_is_never_guessed_from_the_global_rank(monkeypatch: Any) -> None
 def test_table_in_the_docs_lists_every_behaviour_that_differs() -> None:
     tests = {name: test for name, test in vars(sys.modules[__name__]).items() if name.startswith("test_")}
     page = (ROOT / "docs" / "data.md").read_text()
-    listed = re.findall(r"^\| `(test_\w+)` \|", page, re.MULTILINE)
+    listed = re.findall(r"^\* `(test_\w+)`:", page, re.MULTILINE)
     assert set(listed) == {name for name, test in tests.items() if (test.__doc__ or "").startswith("Different")}
