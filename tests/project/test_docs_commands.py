@@ -31,7 +31,7 @@ NOT_RUN = {
     "pip install -e CHECKOUT": ("interop.md", "pip install"),
 }
 """Command lines that none of the programs below reads: where they are dealt with, and by which words."""
-PARSED_ONLY = "The command lines of this page are tested against the programs' parsers, not run as they stand."
+PARSED_ONLY = "Tests parse the command lines of this page and do not run them."
 
 
 def indented(path: Path) -> list[str]:

@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
@@ -29,6 +30,9 @@ PAGE = ROOT / "docs" / "compatibility.md"
 SKIPPED = "skipped"
 PROCESSES = 2
 _ROW = re.compile(r"^\| (?P<name>[^|]+) \| (?P<outcome>[^|]+) \|", re.MULTILINE)
+_EXACT = "Exact: "
+_TINY = ", tiny"
+_ALSO_TINY = " (also tiny)"
 _HEADINGS = ("package", "case", "---")
 _VERSION = re.compile(r"^\| `(?P<name>[\w-]+)` \| (?P<version>\S+) \|$", re.MULTILINE)
 _WORDS = {
@@ -40,7 +44,12 @@ _WORDS = {
 
 def committed() -> dict[str, str]:
     """Return case -> outcome as the page says."""
-    rows = {found["name"]: found["outcome"] for found in _ROW.finditer(PAGE.read_text())}
+    text = PAGE.read_text()
+    rows = {name: found["outcome"] for found in _ROW.finditer(text) for name in found["name"].split("; ")}
+    for paragraph in (" ".join(part.split()) for part in text.split("\n\n") if part.startswith(_EXACT)):
+        for name in paragraph.removeprefix(_EXACT).split("; "):
+            plain = name.removesuffix(_ALSO_TINY)
+            rows |= dict.fromkeys([plain, plain + _TINY] if plain != name else [plain], "exact")
     return {name: outcome for name, outcome in rows.items() if name not in _HEADINGS and not name.startswith("`")}
 
 
@@ -70,19 +79,16 @@ def page(verdicts: dict[str, Verdict]) -> str:
 def _introduction() -> Iterator[str]:
     yield "# What is restored exactly, and what is refused"
     yield ""
-    yield "Written by `make compatibility`; a test holds its rows equal to the cases in `tests/integration/frameworks/`. Each case trains on"
-    yield "CPU, is killed by SIGKILL in the middle of a step, continues from **memory** in a new process with another seed, and is killed again. What"
-    yield "it then left is restored twice, each time in a new process with another seed: from **memory**, and from **storage** alone."
+    yield "Written by `make compatibility`; a test holds it equal to the cases in `tests/integration/frameworks/`. Each case trains on CPU, is"
+    yield "killed by SIGKILL in the middle of a step, continues from **memory** in a new process with another seed, and is killed again. What it"
+    yield "then left is restored from **memory**, and from **storage** alone. Two ranks are joined by gloo; nothing was run on a GPU."
     yield ""
-    yield "* **exact**: parameters, buffers, optimizer state, everything else tracked and the random number generators are as restored, and"
-    yield "  after every later step, equal bit for bit to those of a run that was neither tracked nor interrupted; so is each loss."
+    yield "* **exact**: everything tracked and the generators are as restored, and after every later step, equal bit for bit to those of a run"
+    yield "  that was neither tracked nor interrupted; so is each loss. *tiny*: with layers whose state fits into a slot's spare room."
     yield "* **refused**: an error of flashckpt at `track()`, at the first start or at the first step, so before anything could be lost."
-    yield f"* **{SKIPPED}**: not run, since the package named beside it did not install on the machine that wrote this page."
+    yield f"* **{SKIPPED}**: not run, since the package named beside it did not install."
     yield ""
-    yield "Not seen, and so neither: what an optimizer counts in extra attributes that its `state_dict()` lacks too; a number"
-    yield "among them that changes in the first steps is named in a warning."
-    yield ""
-    yield "`2 ranks` are processes joined by gloo. Nothing here was run on a GPU."
+    yield "What an optimizer counts in attributes that its `state_dict()` lacks is not seen; a number that changes is named in a warning."
     yield ""
 
 
@@ -97,13 +103,30 @@ def _groups(verdicts: dict[str, Verdict]) -> Iterator[str]:
     for group in dict.fromkeys(case.group for case in CASES.values()):
         yield ""
         yield f"## {group[0].upper() + group[1:] if not group.startswith('torch') else group}"
-        yield ""
-        yield "| case | outcome | |"
-        yield "|---|---|---|"
+        rows = []
         for case in (case for case in CASES.values() if case.group == group):
             verdict = verdicts[case.name]
             outcome = f"{SKIPPED}: {verdict.message}" if verdict.outcome == SKIPPED else verdict.outcome
-            yield f"| {case.name} | {outcome} | {_remark(case, verdict)} |"
+            rows.append((case.name, outcome, _remark(case, verdict)))
+        yield from rows_of(rows)
+
+
+def rows_of(rows: list[tuple[str, str, str]]) -> Iterator[str]:
+    """Yield the lines of a group: what is exact without a remark as one paragraph, else a row of the table."""
+    exact = [name for name, outcome, remark in rows if outcome == "exact" and not remark]
+    folded = {name + _TINY for name in exact}
+    names = [name + _ALSO_TINY * (name + _TINY in exact) for name in exact if name not in folded]
+    if exact:
+        yield ""
+        yield from textwrap.wrap(_EXACT + "; ".join(names), 118, break_long_words=False, break_on_hyphens=False)
+    others: dict[tuple[str, str], list[str]] = {}
+    for name, *found in (row for row in rows if row[0] not in exact):
+        others.setdefault((found[0], found[1]), []).append(name)
+    if others:
+        yield ""
+        yield "| case | outcome | |"
+        yield "|---|---|---|"
+        yield from (f"| {'; '.join(names)} | {outcome} | {remark} |" for (outcome, remark), names in others.items())
 
 
 def _remark(case: Case, verdict: Verdict) -> str:

@@ -56,11 +56,6 @@ BLOCKS = {
         "test_trainer_configs.py::test_the_batch_script_of_the_trainers_page_is_the_one_that_is_run_in_slurm"  # it is that of launching.md
     ),
     ("format.md", "import struct"): "test_block.py::test_the_recipe_of_the_docs_prints_the_slots",
-    ("migrating.md", "model.load_state_dict(...)"): "not run: The two loops of this page were not run as they stand",
-    (
-        "migrating.md",
-        "ckpt = Checkpointer(root, snapshot_every=5",
-    ): "not run: The two loops of this page were not run as they stand",
     ("README.md", "import torch"): "test_examples.py::test_loop_of_the_readme_killed_and_started_again",
 }
 """Where a block is run: FILE::TEST, or "not run: " and words that its page must say."""

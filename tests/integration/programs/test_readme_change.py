@@ -1,4 +1,4 @@
-"""Both sides of README's change of a torchrun loop run: the one before as it is, the one after through a kill."""
+"""Both sides of the change of a torchrun loop in docs/migrating.md run: the one before as it is, the one after through a kill."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def train(batch):
 
 def sides() -> tuple[str, str]:
     """Return the loop before and after the change."""
-    (lines,) = re.findall(r"^```diff\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    (lines,) = re.findall(
+        r"^```diff\n(.*?)^```$", (ROOT / "docs" / "migrating.md").read_text(), re.MULTILINE | re.DOTALL
+    )
     before, after = ("".join(line[1:] + "\n" for line in lines.splitlines() if line[0] in f" {sign}") for sign in "-+")
     return before, after
 
