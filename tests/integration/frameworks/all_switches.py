@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import os
 import signal
 import tempfile
@@ -163,6 +164,11 @@ SAID = {
 def test_what_lightning_does_and_a_restart_does_not_continue_is_said(said: str, tmp_path: Path, shm_dir: Path) -> None:
     pytest.importorskip("lightning")
     importlib.import_module("integration.frameworks.lightning_switches")
+
+    def lives() -> None:
+        logging.basicConfig(force=True)  # to standard error, not to pytest
+        live("lightning", SAID[said], Life(tmp_path / "root", tmp_path / "cut", 1))
+
     for life in ("first", "second"):
-        in_child(lambda: live("lightning", SAID[said], Life(tmp_path / "root", tmp_path / "cut", 1)), tmp_path / life)
+        in_child(lives, tmp_path / life)
     assert said in (tmp_path / "second/out0").read_text()
