@@ -10,19 +10,29 @@ record it: in `on_train_batch_end`. The data of the training is dealt by an elas
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from typing import Any
 
-from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import (
+    Callback,
+    Checkpoint,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+)
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from flashckpt.checkpointer import Checkpointer
 from flashckpt.errors import ConfigError
 from flashckpt.integrations.lightning_io import FlashCheckpointIO
 from flashckpt.integrations.step_batches import StepBatches, same_but_order
+from flashckpt.logs import guarded
 from flashckpt.sampler import ElasticSampler
 from flashckpt.state import rng
+
+_log = guarded(logging.getLogger("flashckpt"))
 
 
 class FlashCheckpoint(Checkpoint):  # type: ignore[misc]  # lightning is not there when types are checked
@@ -70,7 +80,13 @@ class FlashCheckpoint(Checkpoint):  # type: ignore[misc]  # lightning is not the
             loops=_Loops(trainer.fit_loop),
             rng=True,
         )
-        if self.checkpointer.restore():
+        _warn_of_callbacks(trainer)
+        if report := self.checkpointer.restore():
+            if any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
+                _log.warning(
+                    "ReduceLROnPlateau: a validation directly behind step %d is not repeated, and the scheduler has not seen "
+                    "its metric; rates may change later than without the restart", report.step
+                )  # fmt: skip
             _place(trainer.fit_loop, batches)
             source.instance.is_resumed = True
         self._done = trainer.global_step
@@ -225,6 +241,16 @@ def _shuffles(made: Any) -> bool:
     return isinstance(made.sampler, RandomSampler)
 
 
+def _warn_of_callbacks(trainer: Any) -> None:
+    """Say of which callbacks no snapshot has the state."""
+    others = [type(one) for one in trainer.callbacks if not isinstance(one, Checkpoint)]
+    if kept := [kind.__name__ for kind in others if kind.state_dict is not Callback.state_dict]:
+        _log.warning(
+            "the state of %s is in no snapshot: after a restart it begins anew, and what it does may be other than without one",
+            ", ".join(kept),
+        )  # fmt: skip
+
+
 def _refuse_settings(trainer: Any, pl_module: Any) -> None:
     wrong = {
         "limit_train_batches": trainer.limit_train_batches != 1.0,
@@ -235,6 +261,8 @@ def _refuse_settings(trainer: Any, pl_module: Any) -> None:
             type(other) is GradientAccumulationScheduler and other.scheduling != {0: trainer.accumulate_grad_batches}
             for other in trainer.callbacks
         ),
+        # it puts a scheduler of its own in the place of the program's, and keeps the average
+        "StochasticWeightAveraging": any(isinstance(other, StochasticWeightAveraging) for other in trainer.callbacks),
     }
     if found := [name for name, is_set in wrong.items() if is_set]:
         raise ConfigError(

@@ -14,6 +14,7 @@ import inspect
 import os
 from typing import Any
 
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
@@ -52,6 +53,8 @@ class FlashCheckpoint(TrainerCallback):  # type: ignore[misc]  # transformers is
         self._trainer: Any = None
         self._batches: StepBatches | None = None
         self._before_evaluation: dict[str, Any] | None = None
+        self._owed: dict[str, Any] | None = None
+        self._counted: Any = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take the place of the Trainer's data order."""
@@ -112,13 +115,14 @@ class FlashCheckpoint(TrainerCallback):  # type: ignore[misc]  # transformers is
                 expected="Trainer(..., callbacks=[FlashCheckpoint(...)])",
             )
         scaler = getattr(trainer.accelerator, "scaler", None)
+        self._counted = _Counted(trainer)
         ckpt.track(
             model=trainer.model_wrapped,  # with DDP or FSDP around it: says which tensors are equal on all ranks
             optimizer=trainer.optimizer,
             scheduler=trainer.lr_scheduler,
             scaler=scaler,
             data=self._batches,
-            trainer=_Counted(trainer),
+            trainer=self._counted,
             rng=True,
         )
         if report := ckpt.restore():
@@ -131,10 +135,22 @@ class FlashCheckpoint(TrainerCallback):  # type: ignore[misc]  # transformers is
                 rng.capture()
             )  # with eval_on_start one comes now, as it did before the first step of all
 
+            if self._counted.evaluates and isinstance(trainer.lr_scheduler, ReduceLROnPlateau):
+                self._owed = self._before_evaluation
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Evaluate the restored step, where the scheduler goes by that: its snapshot was taken before."""
+        if self._owed is not None:
+            self._before_evaluation = rng.capture()
+            rng.restore(self._owed)
+            self._owed = None
+            self._trainer._evaluate(None, None)  # noqa: SLF001 -- as Trainer does, with the scheduler's step
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Say that the step is done; it is persisted if it is the last one, before Trainer loads its best model."""
         assert self._batches is not None
         may_be_last = self._may_be_last(args, state, control)
+        self._counted.evaluates = self._is_evaluated(args, control)
         self.checkpointer.step(state.global_step, persist=may_be_last)
         if may_be_last:
             self.checkpointer.fence()  # else the best model is loaded while the last one is copied
@@ -147,10 +163,13 @@ class FlashCheckpoint(TrainerCallback):  # type: ignore[misc]  # transformers is
         """Whether no step may follow: that is known now, or an early stop decides it after this step's evaluation."""
         if control.should_training_stop or state.global_step >= state.max_steps:
             return True
-        assert self._batches is not None
-        is_evaluated = control.should_evaluate or (args.eval_strategy == "epoch" and self._batches.ends_epoch)
         others = self._trainer.callback_handler.callbacks
+        is_evaluated = self._is_evaluated(args, control)
         return is_evaluated and any(isinstance(other, EarlyStoppingCallback) for other in others)
+
+    def _is_evaluated(self, args: Any, control: Any) -> bool:
+        assert self._batches is not None
+        return bool(control.should_evaluate or (args.eval_strategy == "epoch" and self._batches.ends_epoch))
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note the generators before an evaluation at the end of the epoch."""
@@ -179,13 +198,16 @@ class _Counted:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
+        self.evaluates = False  # behind this step
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self._trainer.state, name) for name in _COUNTED}
+        counted = {name: getattr(self._trainer.state, name) for name in _COUNTED}
+        return {**counted, "evaluates": self.evaluates}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for name, value in state_dict.items():
-            setattr(self._trainer.state, name, value)
+        self.evaluates = state_dict.get("evaluates", False)  # of before this record
+        for name in state_dict.keys() - {"evaluates"}:
+            setattr(self._trainer.state, name, state_dict[name])
 
 
 def _calling_trainer() -> Any:

@@ -6,23 +6,30 @@ written; where the caller allows differences it stays as the program made it, an
 
 from __future__ import annotations
 
+import functools
 import itertools
+import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from flashckpt.core.shard import split_owner
 from flashckpt.errors import TensorMismatchError
+from flashckpt.logs import guarded
+from flashckpt.printable import counted
 from flashckpt.restore.requirements import Wanted, is_wanted
 from flashckpt.restore.source_names import SourceNames
-from flashckpt.state import builds, group_lists, named_groups, optimizer_state, pytree
+from flashckpt.state import builds, group_lists, named_groups, optimizer_state, parameter_rows, pytree
 from flashckpt.state.group_lists import GroupsOf
 from flashckpt.state.named_groups import GroupMatch, GroupOrder, Groups, Ref
 from flashckpt.state.registry import StateRegistry
 
 Find = Callable[[str], tuple[bool, Any]]
 _MOST_LOOKED_AT = 1000
+_log = guarded(logging.getLogger("flashckpt"))
 
 
 @dataclass(eq=False)
@@ -86,13 +93,24 @@ def compare(
             _compare_beside(program, tracked, label, find)
     orders = program.all_orders
     has_moved = any(not one.order.is_same for one in orders)
+    moved = _rows_moved(tracked, records)
     schedulers = {name: there for one in records for name, there in one.get("schedulers", {}).items()}
     for name, thing in tracked.objects.items():
-        if is_wanted(name, only) and (has_moved or builds.is_scheduler(thing)):
+        if is_wanted(name, only) and (has_moved or moved or builds.is_scheduler(thing)):
             found, state = find(tracked.key_of(name, thing))
             if found:
-                _compare_object(program, tracked, name, state, schedulers.get(name))
+                plain = pytree.unflatten(state, functools.partial(_of_form, names))
+                _compare_object(program, tracked, name, plain, schedulers.get(name))
+                if (moved - tracked.objects.keys() or name in moved) and parameter_rows.may_have_rows(thing):
+                    _compare_rows(program, tracked, name, plain)
     return program
+
+
+def _of_form(names: SourceNames, name: str) -> torch.Tensor:
+    """Return a tensor that stands for one of a snapshot, of its shape where that may be an entry per group."""
+    found = names.find(name)
+    shape = next((kind.global_shape for kind in names.kinds([found] if found else [])), (0,))
+    return torch.empty(shape if len(shape) < 2 and math.prod(shape) <= _MOST_LOOKED_AT else 0)
 
 
 def _remedy(tracked: StateRegistry) -> str:
@@ -112,9 +130,36 @@ def _compare_object(program: Program, tracked: StateRegistry, name: str, state: 
         problem = f"{name!r} is another scheduler than the one in the snapshot"
         program.refusals.append(_refusal(problem, found=here, expected=there, remedy=remedy))
         return
-    plain = pytree.unflatten(state, lambda _: torch.empty(0))
-    _, misfits = group_lists.in_live_order(name, thing, plain, program.all_orders)
+    _, misfits = group_lists.in_live_order(name, thing, state, program.all_orders)
     _refuse_lists(program, name, misfits, remedy)
+
+
+def _rows_moved(tracked: StateRegistry, records: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Return the track names of modules, and of what holds an optimizer, whose parameters stand in another row."""
+    live = tracked.rows()
+    return {
+        name
+        for name, row in live.items()
+        if (known := {one["rows"][name] for one in records if name in one.get("rows", {})}) and row not in known
+    }
+
+
+def _compare_rows(program: Program, tracked: StateRegistry, name: str, state: Any) -> None:
+    parameters = [
+        list(itertools.chain.from_iterable(p.parameters() for p in parts)) for parts in tracked.modules.values()
+    ]
+    groups = group_lists.held_groups(tracked.objects[name])
+    parameters += [[param for group in groups or () for param in group["params"]]]
+    counts = {n for own in parameters for n in (len(own), sum(param.requires_grad for param in own))}
+    for path in itertools.islice(parameter_rows.lists_in(state, counts, name), 1):
+        program.refusals.append(
+            _refusal(
+                f"{name!r} has state by the place of a parameter, and the parameters are in another order",
+                found=f"{path!r}, of which it cannot be said which entry belongs to which parameter",
+                expected="parameters in the order in which the run that took the snapshot made them",
+                remedy=_remedy(tracked),
+            )
+        )
 
 
 def _compare_beside(program: Program, tracked: StateRegistry, label: str, find: Find) -> None:
@@ -257,6 +302,22 @@ def set_groups(
                 changed.setdefault(f"{key} {ours!r} in the program, {theirs!r} restored", []).append(place)
             named_groups.set_group(group, held)
     return missing, [f"{label}: {text} ({_places(places)})" for text, places in changed.items()]
+
+
+def warn_of_frozen(tracked: StateRegistry, label: str, names: SourceNames) -> None:
+    """Warn of parameters that were trained, and that the program has frozen: one that thaws them in the middle has to again."""
+    named = tracked.names_for(tracked.optimizers[label])
+    params = itertools.chain.from_iterable(map(optimizer_state.parameters, tracked.optimizers[label]))
+    frozen = [f"{label}.{named[id(param)]}" for param in params if not param.requires_grad]
+    if not frozen:
+        return
+    have_state = {split_owner(fqn)[0].rpartition(".")[0] for fqn in names.index}
+    if thawed := [name for name in frozen if name in have_state]:
+        _log.warning(
+            "%s of %r with state in the snapshot, so trained before, and frozen in this program (requires_grad is False; the "
+            "first is %r): what is unfrozen in the middle of training has to be unfrozen again after a restart",
+            counted(len(thawed), "parameter"), label, thawed[0],
+        )  # fmt: skip
 
 
 def conflicts_of(match: GroupMatch, number: int) -> list[str]:

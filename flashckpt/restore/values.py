@@ -33,7 +33,7 @@ class Values:
 
     def __init__(self, manifests: Sequence[Manifest], names: SourceNames, rank: int) -> None:
         self._manifests = sorted(manifests, key=lambda m: (m.rank != rank, m.rank))
-        self._names = names
+        self.names = names
         self.all: dict[str, Any] = {}
         for manifest in self._manifests:
             for key, value in manifest.values.items():
@@ -73,7 +73,7 @@ class Values:
             if not base.startswith(f"{label}.") or base.removeprefix(f"{label}.") in _OF_THE_WHOLE:
                 continue
             name, _, state_key = base.removeprefix(f"{label}.").rpartition(".")
-            if owner not in ("", suffix) and is_of_this_rank(name, suffix, self._names.index):
+            if owner not in ("", suffix) and is_of_this_rank(name, suffix, self.names.index):
                 continue
             known = keys.get((name, state_key))
             if known is None or _rank_of(owner, suffix) < _rank_of(split_owner(known)[1], suffix):
@@ -143,6 +143,7 @@ def apply_values(
             lost, changed = programs.set_groups(tracked, label, recorded, values.as_built(label))
             missing += lost + _restore_state(tracked, label, values, tensor, program)
             overruled += changed
+            programs.warn_of_frozen(tracked, label, values.names)
     for name, module in tracked.extra_states():
         if not is_wanted(name, only):
             continue

@@ -40,19 +40,23 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in _PLAIN or (type(value) is list and all(type(v) in _PLAIN for v in value))
 
 
-def record(optimizers: Optimizers, objects: Mapping[str, Any], as_built: Mapping[str, Any]) -> dict[str, Any]:
+def record(
+    optimizers: Optimizers, objects: Mapping[str, Any], as_built: Mapping[str, Any], rows: Mapping[str, str]
+) -> dict[str, Any]:
     """Return the value that a snapshot holds.
 
     Args:
         optimizers: The tracked ones.
         objects: Other tracked objects; those that are no schedulers are left out.
         as_built: `built` of the optimizers before anything was restored.
+        rows: Of `parameter_rows`.
     """
     schedulers = {name: one for name, one in objects.items() if is_scheduler(one)}
     return {
         "optimizers": {label: list(map(class_of, own)) for label, own in optimizers.items()},
         "schedulers": {name: class_of(one) for name, one in schedulers.items()},
         "built": dict(as_built),
+        "rows": dict(rows),
     }
 
 

@@ -7,13 +7,18 @@ a list of which that cannot be said is refused.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
+from flashckpt.state.data_sources import begins_when_read
+from flashckpt.state.loaded import ask, is_ours
 from flashckpt.state.named_groups import GroupOrder, plain
 
 BY_GROUP = frozenset(
@@ -23,6 +28,7 @@ BY_GROUP = frozenset(
 NOT_BY_GROUP = frozenset({"_milestones", "milestones", "_schedulers", "_schedule_phases"})
 """What they keep in lists otherwise."""
 _DEEPEST, _MOST_SEEN = 4, 2000
+_NUMBERS = "\0"  # keys that are numbers, where others have text before them
 _OPAQUE = (torch.Tensor, torch.nn.Module, type, str, bytes, int, float)
 
 
@@ -46,38 +52,47 @@ class InLiveOrder:
     """One state on its way from the recorded order of groups to the live one.
 
     Attributes:
+        groups: Of the optimizer that the lists are of; None: of one that is not tracked.
+        knows_lists: All lists by group are in BY_GROUP.
+        is_alone: No other optimizer has groups that they may be of.
         misfits: Places in the state whose entries cannot be said to belong to any group; the live ones stay there.
     """
 
     groups: GroupsOf | None
     knows_lists: bool
-    is_beside: bool
+    is_alone: bool = True
     misfits: list[str] = field(default_factory=list)
 
     def node(self, state: Any, live: Any, path: str) -> Any:
         """Return a part of the state, with its lists in the live order."""
         if isinstance(state, dict):
-            if self.is_beside and not self.knows_lists and _is_counted(state):
-                entries = self._entries(list(state.values()), None, path, is_known=False)
-                return dict(enumerate(entries))
             known = live if isinstance(live, Mapping) else {}
+            if not self.knows_lists and (prefix := _counted(state)) is not None:
+                own: Sequence[Any] | None = list(known.values()) if known.keys() == state.keys() else None
+                entries = self._entries(list(state.values()), own, path, is_known=False)
+                return {place if prefix is _NUMBERS else f"{prefix}{place}": v for place, v in enumerate(entries)}
             return {key: self._member(key, value, known.get(key), f"{path}.{key}") for key, value in state.items()}
         if type(state) in (list, tuple):
-            there = list(live) if isinstance(live, (list, tuple)) and len(live) == len(state) else [None] * len(state)
-            parts = [self.node(v, w, f"{path}.{i}") for i, (v, w) in enumerate(zip(state, there, strict=True))]
-            return type(state)(parts)
+            own = live if isinstance(live, (list, tuple)) else None
+            each = self._each if self.knows_lists else functools.partial(self._entries, is_known=False)
+            return type(state)(each(list(state), own, path))
+        if isinstance(state, (torch.Tensor, np.ndarray)) and not self.knows_lists and self._is_of_groups(state):
+            self.misfits.append(path)
+            return state if live is None else live
         return state
 
+    def _each(self, entries: list[Any], live: Sequence[Any] | None, path: str) -> list[Any]:
+        there = live if live is not None and len(live) == len(entries) else [None] * len(entries)
+        return [self.node(v, w, f"{path}.{i}") for i, (v, w) in enumerate(zip(entries, there, strict=True))]
+
     def _member(self, key: Any, value: Any, live: Any, path: str) -> Any:
-        is_known = key in BY_GROUP
+        own = live if isinstance(live, (list, tuple)) else None
         if key in NOT_BY_GROUP:
-            return value if key != "_schedulers" else self.node(value, live, path)
-        if type(value) in (list, tuple) and (is_known or not self.knows_lists):
-            own = live if isinstance(live, (list, tuple)) else None
-            return type(value)(self._entries(list(value), own, path, is_known=is_known))
-        if isinstance(value, torch.Tensor) and not self.knows_lists and self.is_beside and self._is_of_groups(value):
-            self.misfits.append(path)
-            return value if live is None else live
+            return value if key != "_schedulers" else type(value)(self._each(list(value), own, path))
+        if key in BY_GROUP and type(value) in (list, tuple):
+            return type(value)(self._entries(list(value), own, path, is_known=True))
+        if isinstance(value, torch.Tensor) and "." in str(key):  # of a parameter
+            return value
         return self.node(value, live, path)
 
     def _entries(self, entries: list[Any], live: Sequence[Any] | None, path: str, *, is_known: bool) -> Sequence[Any]:
@@ -86,10 +101,10 @@ class InLiveOrder:
         if is_known and (not total or len(entries) != total):
             if live is None or len(live) == len(entries):
                 return entries
-        elif is_known or (groups and self._is_known_by_its_entries(entries, live)):
+        elif is_known or (groups and self.is_alone and self._is_known_by_its_entries(entries, live)):
             return self._moved(entries, live, path)
         elif not self._may_be_by_group(entries, live):
-            return [self.node(one, None, f"{path}.{i}") for i, one in enumerate(entries)]
+            return self._each(entries, live, path)
         self.misfits.append(path)
         return entries if live is None else live
 
@@ -104,8 +119,10 @@ class InLiveOrder:
 
     def _may_be_by_group(self, entries: list[Any], live: Sequence[Any] | None) -> bool:
         """Whether a list that nobody knows may have an entry per group, in another order than the live one."""
-        if not self.is_beside or self.groups is None or self.groups.order.is_same or _are_equal(entries):
+        if self.groups is None or self.groups.order.is_same or _are_equal(entries):
             return False
+        if any(isinstance(one, torch.Tensor) and one.numel() > 1 for one in entries):
+            return False  # of parameters
         is_as_built = live is not None and len(live) == len(entries) and _are_alike(live, entries)
         return len(entries) == self.groups.order.total and not is_as_built
 
@@ -125,9 +142,9 @@ class InLiveOrder:
                 return entries if live is None else live
         return moved
 
-    def _is_of_groups(self, value: torch.Tensor) -> bool:
+    def _is_of_groups(self, value: torch.Tensor | np.ndarray) -> bool:
         order = None if self.groups is None else self.groups.order
-        return order is not None and not order.is_same and value.dim() == 1 and len(value) == order.total
+        return order is not None and not order.is_same and tuple(value.shape) == (order.total,) and order.total > 1
 
 
 def in_live_order(name: str, thing: Any, state: Any, groups: Sequence[GroupsOf]) -> tuple[Any, list[str]]:
@@ -140,27 +157,28 @@ def in_live_order(name: str, thing: Any, state: Any, groups: Sequence[GroupsOf])
         groups: Of all optimizers.
     """
     is_scheduler = isinstance(thing, torch.optim.lr_scheduler.LRScheduler)
-    if not is_scheduler and all(one.order.is_same for one in groups):  # nearly always
+    moved = [one for one in groups if not one.order.is_same]
+    if not is_scheduler and (not moved or is_ours(thing) or begins_when_read(thing)):  # nearly always
         return state, []
     own = group_of(thing, groups)
-    if own is None and not is_scheduler:
-        moved = [one for one in groups if not one.order.is_same]
-        if len(moved) != 1:
-            return state, []
-        walk = InLiveOrder(moved[0], knows_lists=False, is_beside=False)
-    elif own is not None and own.order.is_same:
+    if own is not None and own.order.is_same:
         return state, []
-    else:
-        walk = InLiveOrder(own, knows_lists=all(map(_is_of_torch, schedulers_in(thing))), is_beside=True)
-    live = thing.state_dict() if own is not None or is_scheduler else None
-    return walk.node(state, live, name), walk.misfits
+    of = [own] if own is not None or is_scheduler else moved
+    knows = (own is not None or is_scheduler) and all(map(_is_of_torch, schedulers_in(thing)))
+    misfits: list[str] = []
+    live = ask(name, thing, "state_dict")
+    for one in of:
+        walk = InLiveOrder(one, knows_lists=knows, is_alone=len(of) == 1)
+        state = walk.node(state, live, name)
+        misfits += walk.misfits
+    return state, misfits
 
 
 def beside(groups: GroupsOf, state: Any, path: str) -> tuple[Any, list[str]]:
     """Do the same for what an optimizer itself keeps beside the state of its parameters."""
     if groups.order.is_same:
         return state, []
-    walk = InLiveOrder(groups, knows_lists=False, is_beside=True)
+    walk = InLiveOrder(groups, knows_lists=False)
     return walk.node(state, None, path), walk.misfits
 
 
@@ -168,6 +186,15 @@ def group_of(thing: Any, groups: Sequence[GroupsOf]) -> GroupsOf | None:
     """Return the groups of the optimizer that an object holds, itself or in what it consists of; None where it holds none."""
     by_id = {id(one.optimizer.param_groups): one for one in groups}
     return next((by_id[id(found)] for found in _param_groups(thing) if id(found) in by_id), None)
+
+
+def held_groups(thing: Any) -> Any:
+    """Return the parameter groups of the nearest optimizer that an object holds, a tracked one or not; None without one."""
+    return next((found for found in _param_groups(thing) if _are_groups(found)), None)
+
+
+def _are_groups(found: Any) -> bool:
+    return type(found) is list and bool(found) and all(isinstance(one, dict) and "params" in one for one in found)
 
 
 def schedulers_in(thing: Any) -> list[Any]:
@@ -201,15 +228,27 @@ def _members(thing: Any) -> Iterable[Any]:
     return list((thing if type(thing) is dict else getattr(thing, "__dict__", {})).values())
 
 
-def _is_counted(state: Mapping[Any, Any]) -> bool:
-    """Whether a dict is a list in other words: its keys are 0, 1, 2, ..."""
-    return len(state) > 1 and all(type(key) is int and key == place for place, key in enumerate(state))
+def _counted(state: Mapping[Any, Any]) -> str | None:
+    """Return what stands before the numbers where a dict is a list in other words: its keys are 0, 1, 2, ... or "group_0", ..."""
+    if len(state) < 2:
+        return None
+    if all(type(key) is int and key == place for place, key in enumerate(state)):
+        return _NUMBERS
+    prefix = re.sub(r"0$", "", first) if isinstance(first := next(iter(state)), str) else None
+    return prefix if all(key == f"{prefix}{place}" for place, key in enumerate(state)) else None
 
 
 def _are_equal(entries: Sequence[Any]) -> bool:
     if any(isinstance(one, torch.Tensor) for one in entries):
         return all(one is entries[0] for one in entries)
-    return all(type(one) is type(entries[0]) and one == entries[0] for one in entries)
+    return all(type(one) is type(entries[0]) and _is_same(one, entries[0]) for one in entries)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except (RuntimeError, TypeError, ValueError):  # tensors and arrays inside
+        return False
 
 
 def _are_alike(some: Sequence[Any], others: Sequence[Any]) -> bool:
@@ -219,4 +258,4 @@ def _are_alike(some: Sequence[Any], others: Sequence[Any]) -> bool:
 def _is_column(entries: Sequence[Any], recorded: Sequence[Mapping[Any, Any]]) -> bool:
     """Whether a list is one setting of all groups, which so differ in it."""
     keys = set(recorded[0]).intersection(*recorded) if recorded else set()
-    return any([plain(group[key]) for group in recorded] == list(entries) for key in keys)
+    return any(_is_same([plain(group[key]) for group in recorded], list(entries)) for key in keys)

@@ -7,6 +7,7 @@ added or dropped (another version of its class), and what waits in it until it i
 from __future__ import annotations
 
 import io
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,14 +19,17 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from flashckpt.errors import FlashckptError, ObjectStateError
+from flashckpt.logs import guarded
 from flashckpt.printable import printable
 from flashckpt.state.data_sources import is_lazy
 
-_SAMPLED = 1 << 16
-"""Elements of a tensor up to which all are compared; of a larger one about as many."""
+_AT_A_TIME = 1 << 20  # elements
 _CLOCK_S = 3600.0
 _MOST_DEPTH = 64
 _ABSENT = object()
+_ARRAYS = (torch.Tensor, np.ndarray, np.generic)
+_OF_NUMBERS = (*_ARRAYS, bool, int, float, complex, list, tuple)
+_log = guarded(logging.getLogger("flashckpt"))
 
 
 class OtherValue(NamedTuple):
@@ -73,11 +77,12 @@ class Giving:
     def __init__(self, name: str, thing: Any) -> None:
         self._name, self._thing = name, thing
         self._new: list[Any] = []
+        self._said: Any = None
 
     def give(self, state: Any) -> None:
         """Let the object load; raises as `ask`."""
         before = _attributes(self._thing)
-        ask(self._name, self._thing, "load_state_dict", state)
+        self._said = ask(self._name, self._thing, "load_state_dict", state)
         self._new = [v for key, v in _attributes(self._thing).items() if before.get(key, _ABSENT) is not v]
 
     def check(self, recorded: Callable[[], Any]) -> None:
@@ -89,18 +94,34 @@ class Giving:
         Raises:
             ObjectStateError: It is another one; names the first value that differs. Or as `ask`.
         """
-        if isinstance(self._thing, LRScheduler) or is_lazy(self._thing) or _is_ours(self._thing):
+        if isinstance(self._thing, LRScheduler) or is_lazy(self._thing) or is_ours(self._thing):
             return
         wanted = recorded()
-        found = [one for one in self._differences(wanted) if not self._waits(one) and not _is_of_now(one.now)]
-        if found:  # what differs each time it is read says nothing
-            again = {one.where: one.now for one in self._differences(wanted)}
-            found = [one for one in found if one.where in again and _is_same(one.now, again[one.where])]
+        now = ask(self._name, self._thing, "state_dict")
+        self._refuse_keys(now)
+        found = [one for one in _differences((wanted,), now, "") if not self._waits(one) and not _is_of_now(one.now)]
+        again = ask(self._name, self._thing, "state_dict")
+        changing = {one.where for one in _differences((now,), again, "") if not _is_of_now(one.now)}
+        found = [one for one in found if one.where not in changing]  # what each reading changes says nothing
         if found:
             raise self._error(found)
+        if changing:
+            _log.warning(
+                "%r: %s of its state changes each time it is read, and each snapshot reads it: if training depends on it, "
+                "let %s.state_dict() return it without changing it",
+                self._name, ", ".join(sorted(changing)[:3]) or "all", type(self._thing).__qualname__,
+            )  # fmt: skip
 
-    def _differences(self, wanted: Any) -> list[OtherValue]:
-        return list(_differences((wanted,), ask(self._name, self._thing, "state_dict"), ""))
+    def _refuse_keys(self, now: Any) -> None:
+        """Refuse what torch's `load_state_dict(strict=False)` says of keys, where the object's state consists of them."""
+        unexpected = list(getattr(self._said, "unexpected_keys", None) or ())
+        missing = [
+            key for key in getattr(self._said, "missing_keys", None) or () if isinstance(now, Mapping) and key in now
+        ]
+        if unexpected or missing:
+            words = [f"{len(keys)} {kind} (first: {printable(str(keys[0]))[:80]!r})" for keys, kind in
+                     ((missing, "that it was not given"), (unexpected, "that it has no place for")) if keys]  # fmt: skip
+            raise self._refusal(f"{type(self._thing).__qualname__}.load_state_dict() returned keys: {', '.join(words)}")
 
     def _waits(self, one: OtherValue) -> bool:
         """Whether what was recorded is in the object since, where its next use finds it."""
@@ -114,16 +135,21 @@ class Giving:
     def _error(self, found: list[OtherValue]) -> ObjectStateError:
         first, more = found[0], f", and {len(found) - 1} more values" if len(found) > 1 else ""
         now, then = (printable(str(value))[:80] for value in (first.now, first.along[-1]))
+        return self._refusal(
+            f"{type(self._thing).__qualname__}.state_dict(){first.where} is {now} after load_state_dict() with {then}{more}"
+        )
+
+    def _refusal(self, found: str) -> ObjectStateError:
         return ObjectStateError(
             f"the tracked object {self._name!r} does not come back as it was recorded",
-            found=f"{type(self._thing).__qualname__}.state_dict(){first.where} is {now} after load_state_dict() with {then}{more}",
+            found=found,
             expected="the state that it was given, until training continues",
             state="Nothing is trained on it; snapshots and checkpoints are intact.",
             remedy="let load_state_dict() take all that state_dict() returns, and leave out of state_dict() what it keeps on purpose",
         )
 
 
-def _is_ours(thing: Any) -> bool:
+def is_ours(thing: Any) -> bool:
     """Whether its class is of this project, and may say something else on other ranks or with other settings."""
     module = type(thing).__module__
     return (
@@ -147,7 +173,7 @@ def _differences(along: tuple[Any, ...], now: Any, where: str) -> Iterator[Other
         return
     if isinstance(then, Mapping) and isinstance(now, Mapping):
         both = [key for key in then if key in now]
-        if then and not both:
+        if then and (not both or _is_renamed(then, now)):
             yield OtherValue(where, along, now)
         for key in both:
             yield from _differences((*along, then[key]), now[key], f"{where}[{key!r}]")
@@ -156,6 +182,13 @@ def _differences(along: tuple[Any, ...], now: Any, where: str) -> Iterator[Other
             yield from _differences((*along, part), part_now, f"{where}[{i}]")
     elif not _is_equal(then, now):
         yield OtherValue(where, along, now)
+
+
+def _is_renamed(then: Mapping[Any, Any], now: Mapping[Any, Any]) -> bool:
+    """Whether a tensor is under no key any more, and tensors are under others that are none of those that were recorded."""
+    dropped = [value for key, value in then.items() if key not in now and isinstance(value, _ARRAYS)]
+    added = [value for key, value in now.items() if key not in then and isinstance(value, _ARRAYS)]
+    return bool(added) and any(not any(_is_equal(one, other) for other in added) for one in dropped)
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -170,7 +203,9 @@ def _is_equal(then: Any, now: Any) -> bool:
     if isinstance(then, (torch.dtype, torch.device)) or isinstance(now, DTensor):
         return True
     try:
-        if isinstance(then, (torch.Tensor, np.ndarray, np.generic)) or isinstance(now, (torch.Tensor, np.ndarray)):
+        if isinstance(then, _ARRAYS) or isinstance(now, _ARRAYS):
+            if not isinstance(then, _OF_NUMBERS) or not isinstance(now, _OF_NUMBERS):
+                return False
             return _are_equal(torch.as_tensor(then), torch.as_tensor(now))
         if isinstance(then, io.BytesIO):
             return not isinstance(now, io.BytesIO) or then.getvalue() == now.getvalue()
@@ -182,9 +217,14 @@ def _is_equal(then: Any, now: Any) -> bool:
 def _are_equal(then: torch.Tensor, now: torch.Tensor) -> bool:
     if then.shape != now.shape:
         return False
-    step = max(1, then.numel() // _SAMPLED)
-    some, some_now = (tensor.detach().reshape(-1)[::step] for tensor in (then, now))
-    return bool(torch.isclose(some.to(some_now), some_now, rtol=0.0, atol=0.0, equal_nan=True).all())
+    if then.dtype == now.dtype and then.device == now.device and (then is now or torch.equal(then, now)):
+        return True
+    wide = torch.promote_types(then.dtype, now.dtype)  # what is held in fewer bits now is another value
+    parts = (torch.split(tensor.detach().reshape(-1), _AT_A_TIME) for tensor in (then, now))
+    return all(
+        torch.isclose(part.to(part_now.device, wide), part_now.to(wide), rtol=0.0, atol=0.0, equal_nan=True).all()
+        for part, part_now in zip(*parts, strict=True)
+    )
 
 
 def _is_of_now(value: Any) -> bool:
@@ -194,4 +234,4 @@ def _is_of_now(value: Any) -> bool:
     return value == os.getpid() or abs(value - time.time()) < _CLOCK_S
 
 
-__all__ = ["Giving", "ask"]
+__all__ = ["Giving", "ask", "is_ours"]

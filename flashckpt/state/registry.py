@@ -367,6 +367,10 @@ class StateRegistry:
         """Return (name, module) of modules with extra state."""
         return list(self._reader.extra)
 
+    def rows(self) -> dict[str, str]:
+        """Return in what row parameters stand, as `parameter_rows.rows` does."""
+        return self._reader.rows()
+
     def group_names(self, label: str) -> list[list[list[str]]]:
         """Return the names of the parameters of the optimizers of one label, per optimizer and group."""
         return self._reader.group_names(label)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ from flashckpt.state import (
     named_groups,
     optimizer_extra,
     optimizer_state,
+    parameter_rows,
     pytree,
     rng,
 )
@@ -66,6 +68,7 @@ class ValueReader:
         self._program: dict[str, Any] = {}
         self._left_out: dict[str, torch.Tensor] = {}
         self._sample: bytes | None = None
+        self._parameters: dict[str, list[str]] = {}
         self._devices: set[torch.device] = set()
 
     def look(self, found: ModuleTensors, exclusion: Exclusion) -> None:
@@ -77,6 +80,9 @@ class ValueReader:
         }
         self._left_out = {name: tensor for name, tensor in found.left_out.items() if id(tensor) not in kept}
         self._sample = None
+        self._parameters = {label: [] for label, _ in found.walked}
+        for name in itertools.compress(found.names, found.is_parameter):
+            self._parameters[name.partition(".")[0]].append(name)
         self.extra = [
             (f"{label}.{name}", module)
             for label, walked in found.walked
@@ -135,13 +141,17 @@ class ValueReader:
     def _read_program(self) -> dict[str, Any]:
         """Return the record of the program; settings as they are when they are first read, before a restore."""
         tracked = self._tracked
-        if not tracked.optimizers and not any(map(builds.is_scheduler, tracked.objects.values())):
+        if not tracked.optimizers and not tracked.objects:
             return {}
         for label, optimizers in tracked.optimizers.items():
             if label not in self._built:
                 self._built[label] = builds.built(optimizers)
-        self._program = builds.record(tracked.optimizers, tracked.objects, self._built)
+        self._program = builds.record(tracked.optimizers, tracked.objects, self._built, self.rows())
         return self._program
+
+    def rows(self) -> dict[str, str]:
+        """Return in what row parameters stand, as `parameter_rows.rows` does."""
+        return parameter_rows.rows(self._parameters, self._tracked.objects, self._tracked.names_for(()))
 
     def _read_optimizers(self, values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         world = self._tracked.world

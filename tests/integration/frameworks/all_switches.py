@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import os
 import signal
 import tempfile
@@ -38,6 +39,8 @@ def lightning_switches() -> list[Switches]:
     return [{**one, **other} for one, other in product(validations, others)] + [
         {"limit_val_batches": 0},
         {"workers": 1},
+        {"interval": "epoch", "average": True},
+        {"gradient_clip_val": 0.1, "precision": "bf16-mixed"},
     ]
 
 
@@ -62,6 +65,12 @@ def trainer_switches() -> list[Switches]:
     evaluations: list[Switches] = [{"eval_strategy": "steps", "eval_steps": 3}, {"eval_strategy": "epoch"}, {}]
     others: list[Switches] = [{}, {"gradient_accumulation_steps": 2, "eval_on_start": True}]
     found = [{**one, **other} for one, other in product(evaluations, others) if one or not other]
+    plateau = {
+        "lr_scheduler_type": "reduce_lr_on_plateau",
+        "lr_scheduler_kwargs": {"patience": 0, "factor": 0.1},
+        "metric_for_best_model": "eval_loss",
+    }
+    found += [{"eval_strategy": "steps", "eval_steps": 2, **plateau}, {"optim": "adafactor", "max_grad_norm": 0.1}]
     workers = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True, "dataloader_prefetch_factor": 3}
     return [*found, {**evaluations[0], **workers}]
 
@@ -138,3 +147,28 @@ def test_killed_after_each_step_it_is_the_unbroken_run(
         in_child(lambda: run(Life(tmp_path / "root", cut, 1)), tmp_path / f"life{at}")
         said = (tmp_path / f"life{at}/out0").read_text()
         assert steps_of(cut)[at:] == [(step, line)], said[-3000:]
+
+
+SAID = {
+    "automatic_optimization=False": {"manual": True},
+    "StochasticWeightAveraging": {"swa": True},
+    "GradientAccumulationScheduler": {"accumulates_later": True},
+    "limit_train_batches": {"limit_train_batches": 5},
+    "the state of EMAWeightAveraging is in no snapshot": {"average": True},
+    "ReduceLROnPlateau: a validation directly behind step 1": {"plateau": True},
+}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("said", SAID)
+def test_what_lightning_does_and_a_restart_does_not_continue_is_said(said: str, tmp_path: Path, shm_dir: Path) -> None:
+    pytest.importorskip("lightning")
+    importlib.import_module("integration.frameworks.lightning_switches")
+
+    def lives() -> None:
+        logging.basicConfig(force=True)  # to standard error, not to pytest
+        live("lightning", SAID[said], Life(tmp_path / "root", tmp_path / "cut", 1))
+
+    for life in ("first", "second"):
+        in_child(lives, tmp_path / life)
+    assert said in (tmp_path / "second/out0").read_text()

@@ -25,7 +25,7 @@ class Net(torch.nn.Module):
         self.net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1))
         self.life = life
 
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, x: torch.Tensor, return_loss: bool = True) -> dict[str, torch.Tensor]:
         loss = self.net(x / 16).pow(2).mean() + (0 if self.training else torch.rand(()))
         if self.training:
             self.life.saw(x, loss)
@@ -49,9 +49,9 @@ def train(switches: dict[str, Any], life: Any) -> None:
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     args = TrainingArguments(
-        output_dir=str(life.root.parent / "trainer"), num_train_epochs=2, per_device_train_batch_size=3,
+        output_dir=str(life.root.parent / "trainer"), per_device_train_batch_size=3,
         per_device_eval_batch_size=4, learning_rate=1e-3, save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True,
-        logging_strategy="no", **switches,
+        logging_strategy="no", **{"num_train_epochs": 2, **switches},
     )  # fmt: skip
     flash = FlashCheckpoint(life.root, snapshot_every=1, persist_every=1000, job=life.root.name)
     life.owns(flash.checkpointer)

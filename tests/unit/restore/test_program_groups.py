@@ -12,11 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.engine import parallel_net
 from support.exact import bits, started, step_once
-from support.one_rank import agent_of_the_test, crash  # noqa: F401 -- one is a fixture
+from support.one_rank import Holder, agent_of_the_test, crash  # noqa: F401 -- one is a fixture
 from support.ranks import run_ranks, values
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
@@ -262,6 +263,106 @@ def test_lists_by_group_of_an_object_that_nobody_knows_follow_the_groups(
     seen = taken(tmp_path, "own")
     for order in (BASE, BASE[::-1], ("b", "head", "w")):
         goes_on(tmp_path, Program(order, "own"), seen)
+
+
+class Peaks:
+    """No scheduler, and no optimizer in it: rates that no setting says, in any form."""
+
+    form: Any
+    decay = 1.0
+
+    def __init__(self, groups: tuple[str, ...]) -> None:
+        self.peaks, self.n = self.form[0](by_rate(groups, 7)), 0
+
+    def step(self, optimizer: Any) -> None:
+        self.n += 1
+        rates = [rate * self.decay for rate in map(float, self.form[1](self.peaks))]
+        self.peaks = self.peaks if self.decay == 1 else self.form[0](rates)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate / (1 + self.n)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"peaks": self.peaks, "n": self.n, "turns": [3, 1, 2], "shadow": {"2.bias": torch.ones(3)}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.peaks, self.n = state["peaks"], state["n"]
+
+
+FORMS: dict[str, Any] = {
+    "list": (list, list),
+    "tuple": (tuple, tuple),
+    "by number": (lambda v: dict(enumerate(v)), lambda v: v.values()),
+    "by name": (lambda v: {f"group_{i}": x for i, x in enumerate(v)}, lambda v: v.values()),
+    "of dicts": (lambda v: [{"peak": x, "last": 0.0} for x in v], lambda v: [x["peak"] for x in v]),
+    "nested": (lambda v: [list(v), [1, 2]], lambda v: v[0]),
+    "array": (np.array, list),
+    "tensor": (torch.tensor, list),
+    "of tensors": (lambda v: [torch.tensor(x) for x in v], list),
+}
+
+
+class Helped(Program):
+    """Its rates are set by an object that is given the optimizer at each step."""
+
+    def __init__(self, groups: tuple[str, ...]) -> None:
+        super().__init__(groups)
+        self.peaks = self.things["scheduler"] = Peaks(groups)
+
+    def step(self, number: int) -> Any:
+        loss = super().step(number)
+        self.peaks.step(self.optimizer)
+        return loss
+
+
+def helped(root: Path) -> Any:
+    unbroken, dying, seen = Helped(BASE), Helped(BASE), []
+    for number in range(1, 7):
+        unbroken.step(number)
+        seen.append(unbroken.seen())
+    ckpt, _ = started(root, **dying.things)
+    for number in range(1, 4):
+        dying.step(number)
+        ckpt.step(number)
+    crash(ckpt)
+    return seen[2:]
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.5])
+@pytest.mark.parametrize("form", FORMS)
+def test_lists_by_group_of_an_object_that_does_not_hold_the_optimizer_follow_the_groups_or_are_refused(
+    form: str, decay: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Peaks, "form", FORMS[form], raising=False)
+    monkeypatch.setattr(Peaks, "decay", decay)
+    seen = helped(tmp_path)
+    goes_on(tmp_path, Helped(BASE), seen)
+    if decay == 1 and "a" not in form[:1] and "tensor" not in form:  # what arrays and tensors hold is not known in time
+        goes_on(tmp_path, Helped(("b", "head", "w")), seen)
+    else:
+        is_refused(tmp_path, functools.partial(Helped, BASE[::-1]), ("scheduler.peaks", "the order"))
+
+
+def test_lists_beside_two_optimizers_whose_groups_have_moved_are_refused(tmp_path: Path) -> None:
+    def things(order: int) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 3))
+        made = [
+            torch.optim.AdamW(
+                [{"params": [p], "lr": lr} for p, lr in zip(layer.parameters(), (0.1, 0.2), strict=True)][::order]
+            )
+            for layer in model
+        ]
+        rates = Holder(peaks=[[group["lr"] for group in one.param_groups] for one in made])
+        return {"model": model, "one": made[0], "other": made[1], "rates": rates}
+
+    ckpt, _ = started(tmp_path, **things(1))
+    ckpt.step(1)
+    crash(ckpt)
+    with pytest.raises(FlashckptError, match="'rates' has state by the place of a parameter group"):
+        started(tmp_path, **things(-1))
+    ckpt, report = started(tmp_path, **things(1))
+    crash(ckpt)
+    assert report is not None
 
 
 def test_a_list_of_which_nobody_can_say_whose_its_entries_are_is_refused(

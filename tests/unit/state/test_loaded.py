@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -133,6 +134,97 @@ def test_what_does_not_take_its_state_is_an_error_with_its_name(value: str, tmp_
         restored(tmp_path, Faithful(VALUES[value](5)), Deaf(VALUES[value](0)))
     assert "Deaf.state_dict()['value']" in caught.value.found
     assert caught.value.remedy
+
+
+class Else(Faithful):
+    """Has something else in the place of what it is given."""
+
+    make: Callable[[Any], Any]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = type(self).make(state["value"])
+
+
+ELSE: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "nothing for a tensor": (torch.ones(3), lambda _: None),
+    "text for a tensor": (torch.ones(3), lambda _: "x"),
+    "half of the bits": (torch.full((3,), 0.1), torch.Tensor.bfloat16),
+    "a tensor for a dict": ({"a": 1}, lambda _: torch.zeros(2)),
+    "nothing for an array": (np.ones(3), lambda _: None),
+    "one element of a large tensor": (torch.ones(300_001), lambda t: t.index_fill(0, torch.tensor([77]), 0.0)),
+    "one of many in 8 bits": (torch.ones(300_001, dtype=torch.int8), lambda t: t.index_fill(0, torch.tensor([9]), 0)),
+    "deep inside": ({"a": [{"b": np.arange(3)}]}, lambda v: {**v, "a": [{"b": np.zeros(3, np.int64)}]}),
+    "under another name": (
+        {"a": torch.ones(3), "b": torch.full((3,), 2.0)},
+        lambda v: {"a": v["a"], "c": torch.zeros(3)},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ELSE)
+def test_another_thing_in_the_place_of_a_value_is_refused(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value, make = ELSE[kind]
+    monkeypatch.setattr(Else, "make", make, raising=False)
+    with pytest.raises(ObjectStateError, match="does not come back as it was recorded"):
+        restored(tmp_path, Faithful(value), Else(None))
+
+
+def test_a_tensor_that_a_newer_version_calls_otherwise_is_not_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Else, "make", lambda v: {"a": v["a"], "new": v["old"]}, raising=False)
+    restored(tmp_path, Faithful({"a": torch.ones(3), "old": torch.full((3,), 2.0)}), Else(None))
+
+
+class Inside:
+    """A module in an object, loaded as `strict=False` does it."""
+
+    def __init__(self, *more: str) -> None:
+        self.module = nn.Linear(2, 2)
+        for name in more:
+            self.module.register_parameter(name, nn.Parameter(torch.zeros(2)))
+
+    def state_dict(self) -> Any:
+        return self.module.state_dict()
+
+    def load_state_dict(self, state: Any) -> Any:
+        return self.module.load_state_dict(state, strict=False)
+
+
+class Part(Inside):
+    """Keeps only a part of it, as adapters are kept."""
+
+    def state_dict(self) -> Any:
+        return {"bias": self.module.bias}
+
+
+@pytest.mark.parametrize("kind", [Inside, Part])
+def test_keys_that_are_no_part_of_the_state_may_be_missing(kind: Any, tmp_path: Path) -> None:
+    restored(tmp_path, kind("more"), kind("more"))
+
+
+@pytest.mark.parametrize("more", [(("old",), ()), ((), ("new",))])
+def test_keys_that_strict_false_passes_over_are_refused(more: Any, tmp_path: Path) -> None:
+    with pytest.raises(ObjectStateError) as caught:
+        restored(tmp_path, *(Inside(*names) for names in more))
+    assert "load_state_dict() returned keys: 1 that it" in caught.value.found
+    assert f"(first: '{(more[0] or more[1])[0]}')" in caught.value.found
+
+
+class Counting(Faithful):
+    """Is another one each time it is read."""
+
+    def state_dict(self) -> dict[str, Any]:
+        self.value += 1
+        return {"value": self.value}
+
+
+def test_what_changes_when_it_is_read_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="flashckpt"):
+        restored(tmp_path, Counting(0), Counting(50))
+    assert caplog.text.count("'thing': ['value'] of its state changes each time it is read") == 1
 
 
 class Other:
