@@ -423,7 +423,7 @@ class DlrunAgent(LocalElasticAgent):
 
     def _stop_together(self, group: WorkerGroup) -> None:
         """Agree with all ranks on the step to stop after; without flashckpt in them, stop as torchrun does."""
-        pace_s, ranks = self._pace.at_least_s(time.monotonic()), group.spec.local_world_size
-        received = self._signals.received
-        if not self._stop.tick(received, self._rows(), ranks=ranks, step_s=pace_s, group=self._others(group)):
+        received, ranks, rows = self._signals.received, group.spec.local_world_size, self._rows()
+        pace_s = self._pace.at_least_s(time.monotonic(), max((row.step for row in rows), default=-1))
+        if not self._stop.tick(received, rows, ranks=ranks, step_s=pace_s, group=self._others(group)):
             raise_signal(received[0] if received else signal.SIGTERM)

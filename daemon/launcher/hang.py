@@ -140,8 +140,13 @@ class Pace:
         """Highest step seen; -1 before the first."""
         return self._last[1] if self._last is not None else -1
 
-    def at_least_s(self, now_s: float) -> float:
-        """Return seconds per step, or how long the current one has taken if none has ended yet."""
+    def at_least_s(self, now_s: float, step: int) -> float:
+        """Return seconds per step, or how long the current one has taken if none has ended yet; `step`: the highest one now.
+
+        It was seen for the last time up to a tick ago, and of short steps many have ended since.
+        """
+        if step >= 0:
+            self.see(now_s, step)
         return self.step_s or (now_s - self._last[0] if self._last is not None else 0.0)
 
     @property

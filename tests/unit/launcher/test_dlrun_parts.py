@@ -357,6 +357,17 @@ def test_hang_timeout_is_learnt_never_under_a_minute_and_off_by_zero() -> None:
     assert hang.timeout_s(0.01, 0.0) == float("inf")
 
 
+def test_steps_that_ended_since_the_last_tick_are_not_taken_for_one_long_step() -> None:
+    """A stop 0.15 s after the first look, in a run of 2 ms a step: two steps ahead, some rank would be past the one to stop after."""
+    pace = hang.Pace()
+    pace.see(10.0, 0)
+    assert pace.at_least_s(10.1, 0) == pytest.approx(0.1)
+    step_s = pace.at_least_s(10.15, 75)
+    assert step_s == pytest.approx(0.002)
+    assert stop.stop_step([75, 74], step_s=step_s) >= 75 + 50
+    assert hang.Pace().at_least_s(10.0, -1) == 0.0
+
+
 STACK = """Thread 0x00007f1 (most recent call first):
   File "copy.py", line 3 in run
 
