@@ -140,9 +140,7 @@ class DlrunAgent(LocalElasticAgent):
                 self._exit_barrier()  # type: ignore[no-untyped-call]  # torch leaves it untyped
                 return result
             if result.state is WorkerState.HEALTHY:
-                _log.info("other nodes are waiting to join: restarting the workers with them")
-                self._starts += 1
-                self._restart_workers(group)
+                self._join(group)
             elif not self._after_failure(group, result):
                 return result
 
@@ -214,6 +212,15 @@ class DlrunAgent(LocalElasticAgent):
             return False
         self._longest_s = max(self._longest_s, max(row.first_step for row in rows) / 1e9 - self._started_s)
         return True
+
+    def _join(self, group: WorkerGroup) -> None:
+        """Restart with the nodes that wait: new ones, or some of this round that saw a failure before the ranks here did."""
+        _log.info("other nodes are waiting to join: restarting the workers with them")
+        others = self._others(group)
+        self._starts += 1
+        self._restart_workers(group)
+        if others is not None and (why := findings.why_left(others.store, self._stores.lost_since_the_round_before())):
+            _log.error("%s", why)
 
     def _rows(self) -> list[ControlRow]:
         return self._watch.rows(set(self._pcontext.pids().values())) if self._pcontext else []

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
@@ -29,6 +30,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed import DistNetworkError
 
 from flashckpt.daemon.launcher import budget, failure, findings, hang, ledger, reporting, stop
+from flashckpt.daemon.launcher.agent import DlrunAgent
 from flashckpt.daemon.launcher.job_notes import JobNotes
 from flashckpt.daemon.launcher.watch import JobWatch
 from flashckpt.daemon.machine.process import adopt_parent, exit_code, thread_count
@@ -344,6 +346,30 @@ def test_hang_is_off_before_the_first_step_and_while_any_rank_is_paused() -> Non
     assert not hang.is_hanging([Beating(), Beating(first_step=0)], late, 60.0)
     assert not hang.is_hanging([Beating(), Beating(paused=1)], late, 60.0)
     assert not hang.is_hanging([], late, 60.0)
+
+
+@pytest.mark.parametrize(
+    ("lost", "failed", "said"),
+    [
+        ({2: "10.0.0.3"}, False, "node 10.0.0.3 (c) with ranks 4, 5 is gone: it sends no heartbeats"),
+        ({}, True, "rank 3 on b failed first at step 7: killed"),
+        ({}, False, ""),
+    ],
+)
+def test_node_that_learns_of_a_failure_by_the_others_that_rejoin_says_which(
+    lost: dict[int, str], failed: bool, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Under load the ranks here have not noticed it yet: the store is that of the round that ended."""
+    before = HashStore()
+    findings.introduce(before, 2, host="c", ranks=[4, 5])
+    if failed:
+        findings.publish(before, findings.Finding(rank=3, host="b", cause="killed", step=7))
+    agent: Any = SimpleNamespace(_starts=0, _stores=mock.Mock(lost_since_the_round_before=lambda: lost), store=before)
+    agent._others = lambda _: stop.Group(store=agent.store, rank=0, size=3)
+    agent._restart_workers = lambda _: setattr(agent, "store", HashStore())
+    with caplog.at_level(logging.WARNING, "flashckpt.dlrun"):
+        DlrunAgent._join(agent, mock.Mock())
+    assert (caplog.messages, agent._starts) == ([said] if said else [], 1)
 
 
 def test_hang_timeout_is_learnt_never_under_a_minute_and_off_by_zero() -> None:
