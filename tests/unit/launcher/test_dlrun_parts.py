@@ -29,6 +29,7 @@ from support.ranks import wait_for
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import DistNetworkError
 
+from flashckpt import agent_folder
 from flashckpt.daemon.launcher import budget, failure, findings, hang, ledger, reporting, stop
 from flashckpt.daemon.launcher.agent import DlrunAgent
 from flashckpt.daemon.launcher.job_notes import JobNotes
@@ -36,6 +37,7 @@ from flashckpt.daemon.launcher.watch import JobWatch
 from flashckpt.daemon.machine.process import adopt_parent, exit_code, thread_count
 from flashckpt.daemon.zygote import messages, server
 from flashckpt.errors import DamagedError
+from flashckpt.shm.job_directory import JobDirectory
 
 
 def ended(rank: int, code: int, at_ns: int, summary: str = "") -> failure.WorkerExit:
@@ -213,6 +215,41 @@ def test_every_start_is_said_once_with_its_phases(caplog: pytest.LogCaptureFixtu
     (line,) = [record.getMessage() for record in caplog.records]
     phases = "(restored step 7): rendezvous 1.00, fork 2.00, init 2.00, restore 2.00, first step 3.00 s"
     assert line == f"first step of all ranks 10.00 s after the start {phases}"
+
+
+def test_memory_of_a_job_is_found_where_its_ranks_have_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A script that sets FLASHCKPT_SHM_DIR itself: dlrun ran without a persister, and ended with 0."""
+    watch = JobWatch()
+    with monkeypatch.context() as script:
+        script.setenv("FLASHCKPT_SHM_DIR", str(tmp_path))
+        job = JobDirectory.open("chosen", create=True)
+    agent_folder.write_job(watch.agent_dir, job.path)
+    watch.tick()
+    assert watch.job is not None
+    assert watch.job.path == job.path
+    assert watch.unpersisted() is None
+    assert not caplog.records
+    watch.request("ended")
+    job.let_go()
+    watch.close()
+
+
+def test_memory_of_a_job_that_cannot_be_reached_is_said_once_and_is_no_success(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ranks in a container with a tmpfs of their own."""
+    watch = JobWatch()
+    agent_folder.write_job(watch.agent_dir, tmp_path / "in-the-container")
+    for _ in range(3):
+        watch.tick()
+    (record,) = caplog.records
+    assert "cannot reach the job's memory" in record.message
+    error = watch.unpersisted()
+    assert error is not None
+    assert error.exit_code == 40
+    watch.close()
 
 
 def test_ledger_line_cut_short_is_left_out(tmp_path: Path) -> None:
