@@ -109,7 +109,8 @@ class DeferredSignals:
         self._seen.add(number)
         timer = threading.Timer(AGENT_S, self._was_for_this_process_alone, [number])
         timer.daemon = True
-        timer.start()
+        with contextlib.suppress(RuntimeError):  # a limit on threads must not end training here: the second signal does
+            timer.start()
 
     def _was_for_this_process_alone(self, number: int) -> None:
         if _current is self and self._control.stop_after < 0:

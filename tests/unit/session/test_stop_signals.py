@@ -86,6 +86,18 @@ def test_rank_that_was_signalled_alone_ends_when_no_stop_is_agreed_in_time(
     assert end_of(work) == default_of(name)
 
 
+def test_limit_on_threads_ends_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def work() -> None:
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        rank()[0].install()
+        itself("SIGTERM")
+
+    assert end_of(work) == LEFT
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda *_: os._exit(OWN)], ids=["ignored", "own"])
 def test_handler_of_the_program_stays(name: str, handler: Any) -> None:
