@@ -19,6 +19,7 @@ from flashckpt.errors import DamagedError, FormatVersionError, UnsupportedStateE
 from flashckpt.logs import guarded
 from flashckpt.node_place import Callback, NodePlace, OpenedJob
 from flashckpt.settings import next_step
+from flashckpt.shm.control import CLOSED
 from flashckpt.shm.job_directory import DaemonStatus
 from flashckpt.shm.persister_owner import REPEAT_S
 from flashckpt.skips import Skips
@@ -52,8 +53,10 @@ class Session:
         self._settings, self._callback = opened.settings, callback
         self._pid, self._lease, self._relay, self._owner = os.getpid(), place.lease, place.relay, place.owner
         self._control, self._row, self._watermark = place.control, place.row, place.watermark
-        self._signals = DeferredSignals(place.control, place.row)
         world, generation = self.tracked.world, self.outcome.record.number
+        self._signals = DeferredSignals(
+            place.control, place.row, self.directory.control_path, self.mates.index(world.rank)
+        )
         self._commits, self._skips = Commits(is_alone=world.size == 1), Skips(generation)
         self._wanted, self._stale, self._is_full_logged = Wanted(generation), StaleWatch(), False
         self._stager = Stager(self._completed, self._failed)
@@ -391,6 +394,7 @@ class Session:
         if self._owner is not None:
             self._owner.close(confirm=self._wanted.taken is not None)
         self.pause(paused=True)  # no step is to be expected any more
+        self._row.paused = CLOSED
         self.memory.release()
         self._lease.close()
 

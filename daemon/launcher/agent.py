@@ -87,7 +87,7 @@ class DlrunAgent(LocalElasticAgent):
         self._ended = False
         self._pace = Pace()
         self._started_s = self._longest_s = 0.0
-        self._stalls = hang.StallWatch(options.hang_s)
+        self._stalls, self._slow_start = hang.StallWatch(options.hang_s), hang.SlowStart(0.0)
         self._has_trained = False
         self._knows_cause = True
 
@@ -140,9 +140,7 @@ class DlrunAgent(LocalElasticAgent):
                 self._exit_barrier()  # type: ignore[no-untyped-call]  # torch leaves it untyped
                 return result
             if result.state is WorkerState.HEALTHY:
-                _log.info("other nodes are waiting to join: restarting the workers with them")
-                self._starts += 1
-                self._restart_workers(group)
+                self._join(group)
             elif not self._after_failure(group, result):
                 return result
 
@@ -183,6 +181,7 @@ class DlrunAgent(LocalElasticAgent):
             return None
         if not self._stop.is_under_way and (stall := self._stall(rows)) is not None:
             return self._end_hang(context, rows, stall)
+        self._see_slow_start(context, rows)
         if not rows:
             return None
         self._pace.see(time.monotonic(), max(row.step for row in rows))
@@ -204,6 +203,17 @@ class DlrunAgent(LocalElasticAgent):
         waited = agent_folder.waited_at(self._watch.agent_dir)
         return self._stalls.look(time.monotonic(), ranks, is_starting=is_starting, waited=waited)
 
+    def _see_slow_start(self, context: WorkerContext, rows: Sequence[ControlRow]) -> None:
+        if self._stop.is_under_way or self._has_begun(rows) or any(row.paused for row in rows):
+            return
+        ran_s, counts_steps = time.monotonic() - self._started_s, self._watch.control() is not None
+        if what := self._slow_start.look(ran_s, context.pids().values(), counts_steps=counts_steps):
+            self._reporter.slow_start(context, self._beats(rows), what)
+
+    def _beats(self, rows: Sequence[ControlRow]) -> list[hang.Beat]:
+        ranks = {worker.global_rank: int(worker.id) for worker in self._worker_group.workers}
+        return hang.beats_of(rows, ranks, self._started_s)
+
     def _has_begun(self, rows: Sequence[ControlRow]) -> bool:
         """Return whether all ranks of this node have trained a step of this generation; note it, and how long that took."""
         if not self._has_trained and any(row.first_step for row in rows):
@@ -214,6 +224,15 @@ class DlrunAgent(LocalElasticAgent):
             return False
         self._longest_s = max(self._longest_s, max(row.first_step for row in rows) / 1e9 - self._started_s)
         return True
+
+    def _join(self, group: WorkerGroup) -> None:
+        """Restart with the nodes that wait: new ones, or some of this round that saw a failure before the ranks here did."""
+        _log.info("other nodes are waiting to join: restarting the workers with them")
+        others = self._others(group)
+        self._starts += 1
+        self._restart_workers(group)
+        if others is not None and (why := findings.why_left(others.store, self._stores.lost_since_the_round_before())):
+            _log.error("%s", why)
 
     def _rows(self) -> list[ControlRow]:
         return self._watch.rows(set(self._pcontext.pids().values())) if self._pcontext else []
@@ -270,6 +289,7 @@ class DlrunAgent(LocalElasticAgent):
             self._longest_s if self._others(worker_group) is None else 0.0
         )  # ranks here may wait for those of other nodes
         self._stalls = hang.StallWatch(self._options.hang_s, known_s)
+        self._slow_start = hang.SlowStart(self._longest_s)
         return pids
 
     def _start_context(
@@ -402,8 +422,7 @@ class DlrunAgent(LocalElasticAgent):
     def _end_hang(self, context: WorkerContext, rows: Sequence[ControlRow], stall: hang.Stall) -> RunResult:
         """Record all stacks, then kill every rank; the rank that differs counts as the one that failed."""
         others = self._others(self._worker_group)
-        beats = hang.beats_of(rows, {w.global_rank: int(w.id) for w in self._worker_group.workers}, self._started_s)
-        suspect = self._reporter.hang(context, beats, stall, restart=self._starts + 1, others=others)
+        suspect = self._reporter.hang(context, self._beats(rows), stall, restart=self._starts + 1, others=others)
         self._knows_cause = suspect.known
         self._outcome.hang = suspect.text
         worker = next(worker for worker in self._worker_group.workers if worker.global_rank == suspect.rank)
@@ -423,7 +442,7 @@ class DlrunAgent(LocalElasticAgent):
 
     def _stop_together(self, group: WorkerGroup) -> None:
         """Agree with all ranks on the step to stop after; without flashckpt in them, stop as torchrun does."""
-        pace_s, ranks = self._pace.at_least_s(time.monotonic()), group.spec.local_world_size
-        received = self._signals.received
-        if not self._stop.tick(received, self._rows(), ranks=ranks, step_s=pace_s, group=self._others(group)):
+        received, ranks, rows = self._signals.received, group.spec.local_world_size, self._rows()
+        pace_s = self._pace.at_least_s(time.monotonic(), max((row.step for row in rows), default=-1))
+        if not self._stop.tick(received, rows, ranks=ranks, step_s=pace_s, group=self._others(group)):
             raise_signal(received[0] if received else signal.SIGTERM)

@@ -103,5 +103,10 @@ def cause(store: KeyValueStore, lost: Mapping[int, str]) -> str:
     return found.text() if found is not None else "no node of the job reported which rank failed first"
 
 
+def why_left(store: KeyValueStore, lost: Mapping[int, str]) -> str:
+    """Return what ended a generation for other nodes, "" where nothing did: they only joined."""
+    return cause(store, lost) if lost or read(store) is not None else ""
+
+
 def _clean(text: object) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in str(text)[:_MOST])

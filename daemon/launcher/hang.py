@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -24,6 +24,7 @@ LEARNT_STEPS = 20
 LONG_START_S = 300.0
 """A restart in which no rank does anything has at least this long, and ten times the longest start of the job."""
 _LOOK_S = 0.5
+_IDLE = 0.001  # of a core for each rank: the threads of its libraries that look around now and then
 _BUSY_S = 0.05  # of all ranks together: ranks that only wait for one another use less in minutes
 
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$')
@@ -118,6 +119,40 @@ class StallWatch:
         return True
 
 
+class SlowStart:
+    """Says now and then that a start lasts, which is not ended: what a start is to take is not known, or its ranks wait for other nodes'.
+
+    Args:
+        known_s: How long the longest start of this job took, in seconds; 0: this is the first.
+    """
+
+    def __init__(self, known_s: float) -> None:
+        self._known_s, self._due_s = known_s, max(LONG_START_S, 10 * known_s)
+        self._cpu_s: float | None = None
+
+    def look(self, ran_s: float, pids: Collection[int], *, counts_steps: bool) -> str:
+        """Return what there is to say; "" in between: the times double, so that a start of hours makes a few lines.
+
+        Args:
+            ran_s: Seconds since the ranks were started; not all have trained a step.
+            pids: Of the ranks.
+            counts_steps: Whether they have come to a Checkpointer. Of another program it is only said that it does nothing.
+        """
+        if ran_s < self._due_s:
+            return ""
+        self._due_s = 2 * ran_s
+        before_s, self._cpu_s = self._cpu_s, session_cpu_s(pids)
+        used_s, window_s = self._cpu_s - (before_s or 0.0), ran_s if before_s is None else ran_s / 2
+        is_quiet = used_s < max(_BUSY_S, _IDLE * len(pids) * window_s)
+        if (before_s is None and not self._known_s) or not (is_quiet or counts_steps):
+            return ""
+        known = f" (a start took {self._known_s:.0f} s before)" if self._known_s else ""
+        return (
+            f"{ran_s:.0f} s after the start not all ranks have trained a step{known}; in the last {window_s:.0f} s they "
+            f"used {used_s:.1f} s of processor time. dlrun waits on; the ranks of this node are here:"
+        )
+
+
 class Pace:
     """Learns how long a step takes from (time, highest step) as the agent sees them."""
 
@@ -140,8 +175,13 @@ class Pace:
         """Highest step seen; -1 before the first."""
         return self._last[1] if self._last is not None else -1
 
-    def at_least_s(self, now_s: float) -> float:
-        """Return seconds per step, or how long the current one has taken if none has ended yet."""
+    def at_least_s(self, now_s: float, step: int) -> float:
+        """Return seconds per step, or how long the current one has taken if none has ended yet; `step`: the highest one now.
+
+        It was seen for the last time up to a tick ago, and of short steps many have ended since.
+        """
+        if step >= 0:
+            self.see(now_s, step)
         return self.step_s or (now_s - self._last[0] if self._last is not None else 0.0)
 
     @property
@@ -304,6 +344,16 @@ def render(
     what = (stall.what if stall is not None else "") or f"no step for {silent_s:.1f} s"
     who = f"; look at rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))}" if odd else ""
     lines = [f"{what} (hang timeout {limit_s:.1f} s){who}"]
+    return "\n".join([*lines, *_where(states, frames)])
+
+
+def render_start(states: Sequence[RankState], what: str, frames: int = 12) -> str:
+    """Return what SlowStart says, and where the ranks are."""
+    return "\n".join([what, *_where(states, frames)])
+
+
+def _where(states: Sequence[RankState], frames: int) -> list[str]:
+    lines = []
     for group in _groups(states):
         ranks = ", ".join(f"{state.rank} (step {state.step})" for state in group)
         if group[0].stack:
@@ -311,7 +361,7 @@ def render(
             lines += [f"    {frame}" for frame in group[0].stack[:frames]]
         else:
             lines += [f"  rank {state.rank} (step {state.step}) gave no stack: {state.kernel}" for state in group]
-    return "\n".join(lines)
+    return lines
 
 
 def states_of(

@@ -130,6 +130,10 @@ class FailureReporter:
         self._open(f"hang: {text.splitlines()[0]}", rank, step, restart=restart, detect_s=silent_s, context=context)
         return Suspect(rank=odd[0] if odd else states[0].rank, text=text, known=bool(odd) or others is None)
 
+    def slow_start(self, context: WorkerContext, rows: Sequence[Any], what: str) -> None:
+        """Say that a start lasts, and where the ranks of this node are."""
+        _log.warning("%s", hang.render_start(hang_states(self._watch, context.pids(), rows), what))
+
     def stopped_by(self, number: int, report: failures.FailureReport) -> None:
         """Report that a stop signal also reached ranks, or what they had forked, which did not wait for the agreed step."""
         text = "%s reached rank %d too, which ended before all ranks could stop together (%s): the newest common snapshot is kept"

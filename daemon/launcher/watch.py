@@ -44,6 +44,7 @@ class JobWatch:
         self._control: ControlView | None = None
         self._is_cut_short = False
         self._owner: PersisterOwner | None = None
+        self._unseen: PersistError | None = None
         self._zombies: set[int] = set()
         self._looked_s = 0.0
 
@@ -72,15 +73,21 @@ class JobWatch:
         """Return the job directory once local rank 0 has named it."""
         if self.job is not None:
             return self.job
+        path = None
         try:
             path = agent_folder.read_job(self.agent_dir)
             if path is None:
                 return None
-            job = JobDirectory.open(path.name, create=False)
+            job = JobDirectory.at(
+                path
+            )  # where the rank has it: its script may have chosen another place than this process would
             self._live = job.hold_live()
-        except (OSError, FlashckptError):
+        except (OSError, FlashckptError) as error:
+            if path is not None and not self._unseen:
+                self._unseen = _unseen(path, error)
+                _log.error("%s", self._unseen)
             return None
-        self.job, self._owner = job, PersisterOwner(job, _log)
+        self.job, self._owner, self._unseen = job, PersisterOwner(job, _log), None
         return job
 
     def control(self) -> ControlView | None:
@@ -153,7 +160,11 @@ class JobWatch:
     def unpersisted(self) -> PersistError | None:
         """Return the error of a job that ended well and has nothing on storage though it should; see `drain.unpersisted`."""
         job = self._find()
-        return None if job is None else unpersisted(job, [row for row in self._every_row() if row.pid > 0], self.tick)
+        return (
+            self._unseen
+            if job is None
+            else unpersisted(job, [row for row in self._every_row() if row.pid > 0], self.tick)
+        )
 
     def close(self) -> None:
         """Release the locks and remove the agent's directory."""
@@ -168,6 +179,16 @@ class JobWatch:
             with private_directory(self._base) as base:
                 remove_tree(self.agent_dir.name, base)
             self._base.rmdir()
+
+
+def _unseen(path: Path, error: Exception) -> PersistError:
+    return PersistError(
+        "dlrun cannot reach the job's memory, in which its ranks keep their snapshots",
+        found=str(error).partition("\n")[0],
+        expected=f"{path}, as the ranks see it: the same tmpfs, also where they run in a container",
+        state="Training continues, but nothing is persisted, and neither a hang nor a stop is agreed upon.",
+        remedy="let dlrun run where its ranks do, e.g. inside the container, or give both the same /dev/shm",
+    )
 
 
 def _make_agent_dir(base: Path) -> tuple[Path, Lease]:

@@ -90,8 +90,13 @@ class Housekeeper:
 
     def _start(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="flashckpt-housekeeping", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._work, name="flashckpt-housekeeping", daemon=True)
+            try:
+                thread.start()  # it waits for the lock
+            except RuntimeError as error:  # a limit on threads: the commit counts all the same
+                self._report(str(error))
+            else:
+                self._thread = thread
 
     def _next(self) -> Callable[[Store], None] | None:
         """Take the next request; None: the thread ends, and another request starts another one."""

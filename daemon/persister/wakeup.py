@@ -70,7 +70,11 @@ class Wakeup(FileSystemEventHandler):
 
     def _watching(self, make: Callable[[], BaseObserver]) -> BaseObserver:
         observer = make()
-        for folder in self._folders:
-            observer.schedule(self, str(folder), recursive=False)
-        observer.start()
+        try:
+            for folder in self._folders:
+                observer.schedule(self, str(folder), recursive=False)
+            observer.start()
+        except Exception:
+            observer.stop()  # else what watches the folders up to the one that failed fills a queue that nobody empties
+            raise
         return observer

@@ -30,6 +30,8 @@ MAGIC = b"FCKCTRL1"
 PAGE, ROW_BYTES = 4096, 512
 MAX_COMPLETE = 16
 """Identities published per rank (8 slots in each of two layouts); of more, the newest."""
+CLOSED = 2
+"""In `paused`."""
 _STOP_AT = 16
 _JOB_AT, _JOB_PAIRS = 512, 220
 """Of the header page: what the whole job has acknowledged, as a sealed list (`_write_list`)."""
@@ -100,7 +102,7 @@ class ControlRow:
     Attributes:
         rank, pid, generation, step, world_size: Of the process that owns this row; `step` is the last step done.
         heartbeat_ns, entered, initialised, restore_started, restored, first_step: CLOCK_MONOTONIC nanoseconds.
-        paused: 1 while the loop is paused (evaluation, data preparation).
+        paused: 1 while the loop is paused (evaluation, data preparation), CLOSED after the end of the session.
         restored_step: Step it was restored from; -1 on a fresh start.
         copied_by: What copies its snapshots, by its place in `native.IMPLEMENTATIONS`; 0 unknown.
     """

@@ -310,6 +310,9 @@ class JobDirectory:
         """Start the daemon, detached in its own process session, unless one is running; return its pid, else 0.
 
         Two callers may both start one: the second daemon finds the lock taken and exits. `PersisterOwner` sees that it runs.
+
+        Raises:
+            OSError: No process can be started.
         """
         if self.daemon_alive():
             return 0
@@ -329,7 +332,9 @@ class JobDirectory:
             )
         finally:
             os.close(log)
-        return int(started.stdout or 0)
+        if started.returncode or not started.stdout.strip():  # it could not fork: a limit on processes
+            raise OSError(f"/bin/sh ended with exit code {started.returncode} before it had started one")
+        return int(started.stdout)
 
 
 def _daemon_environment() -> dict[str, str]:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -98,33 +99,53 @@ class Slow(torch.utils.data.Dataset):
     def __len__(self): return 100000
     def __getitem__(self, index): return torch.tensor([float(index)])
 
-folder, last = sys.argv[1], int(sys.argv[2])
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-rank, data = dist.get_rank(), Slow()
-model = torch.nn.Linear(1, 1)
-optimizer = torch.optim.AdamW(model.parameters())
-sampler = ElasticSampler(len(data), global_batch_size=8, dp_rank=rank, dp_size=dist.get_world_size(), seed=1)
-loader = torch.utils.data.DataLoader(data, batch_size=8 // dist.get_world_size(), sampler=sampler, num_workers=2)
-ckpt = Checkpointer(folder + "/root", snapshot_every=7, persist_every=1000)
-ckpt.track(model=model, optimizer=optimizer, sampler=sampler)
-report = ckpt.restore()
-step = report.step if report else 0
-for batch in loader:
-    step += 1
-    model(batch).sum().backward()
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
-    optimizer.step()
-    optimizer.zero_grad()
-    ckpt.step(step)
-    with open(f"{folder}/samples{rank}", "a") as file:
-        file.write(f"{step} {sorted(int(x) for x in batch)}\\n")
-    if ckpt.should_stop or step >= last:
-        break
-ckpt.wait()
-ckpt.close()
+def evaluate(ckpt, folder):
+    with ckpt.paused():
+        for _ in torch.utils.data.DataLoader(Slow(), batch_size=1, num_workers=1):
+            open(f"{folder}/evaluates{os.environ['RANK']}", "w").close()
+            if os.path.exists(f"{folder}/evaluated"):
+                break
+
+def main(folder, last, how="fork"):
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    rank, data = dist.get_rank(), Slow()
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    sampler = ElasticSampler(len(data), global_batch_size=8, dp_rank=rank, dp_size=dist.get_world_size(), seed=1)
+    loader = torch.utils.data.DataLoader(
+        data, batch_size=8 // dist.get_world_size(), sampler=sampler, num_workers=2, multiprocessing_context=how.partition(" ")[0]
+    )
+    ckpt = Checkpointer(folder + "/root", snapshot_every=7, persist_every=1000)
+    ckpt.track(model=model, optimizer=optimizer, sampler=sampler)
+    report = ckpt.restore()
+    step = report.step if report else 0
+    for batch in loader:
+        step += 1
+        model(batch).sum().backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        ckpt.step(step)
+        with open(f"{folder}/samples{rank}", "a") as file:
+            file.write(f"{step} {sorted(int(x) for x in batch)}\\n")
+        if ckpt.should_stop or step >= last:
+            break
+        if how.endswith("evaluates") and step == 12:
+            evaluate(ckpt, folder)
+    ckpt.wait()
+    ckpt.close()
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])
 """
+
+
+def signal_all(pids: Iterable[int], name: str) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, getattr(signal, name))
 
 
 def lines(folder: Path, rank: int) -> list[str]:
@@ -134,25 +155,41 @@ def lines(folder: Path, rank: int) -> list[str]:
         return []
 
 
-def job_processes(folder: Path) -> dict[int, str]:
-    return {**processes_of(folder), **processes_of(memory_root())}
-
-
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
-def test_a_signal_to_every_process_of_a_job_is_an_agreed_stop(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "order", "how"),
+    [
+        ("SIGTERM", "as started", "fork evaluates"),
+        ("SIGUSR1", "the last first", "spawn"),
+        ("SIGINT", "the agent many steps later", "fork"),
+    ],
+)
+def test_a_signal_to_every_process_of_a_job_is_an_agreed_stop(tmp_path: Path, name: str, order: str, how: str) -> None:
     """dlrun, zygote, ranks, their loader workers and the persister: all ranks end after one step, and no sample is lost."""
     (tmp_path / "train.py").write_text(WITH_WORKERS)
     flags = ("--nproc-per-node=2", "--max-restarts=0", tmp_path / "train.py", tmp_path)
-    with dlrun(tmp_path, *flags, 100000) as launch:
-        launch.until(lambda: len(lines(tmp_path, 0)) > 10, "some steps")
-        everyone = 1 + 1 + 2 + 4 + 1  # dlrun, zygote, ranks, loader workers; the persister is started beside the steps
-        launch.until(lambda: len(job_processes(tmp_path)) >= everyone, "all processes")
-        found = job_processes(tmp_path)
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, getattr(signal, name))
+    is_evaluating = how.endswith("evaluates")
+    least = 1 + 1 + 2 + 4 + 1 + 2 * is_evaluating  # dlrun, zygote, ranks, loader workers, persister
+
+    def ready() -> list[int]:
+        """The processes in the order of their pids: the persister may start later than ten steps take."""
+        found = sorted({**processes_of(tmp_path), **processes_of(memory_root())})
+        is_there = len(lines(tmp_path, 0)) > 10 and len(found) >= least
+        begun = all((tmp_path / f"evaluates{rank}").exists() >= is_evaluating for rank in range(2))
+        return found if is_there and begun else []
+
+    with dlrun(tmp_path, *flags, 100000, how) as launch:
+        found: list[int] = launch.until(ready, "some steps of a whole job")
+        found.sort(reverse=order == "the last first")
+        if order == "the agent many steps later":
+            found.remove(launch.process.pid)
+        signal_all(found, name)
+        if launch.process.pid not in found:
+            reached = len(lines(tmp_path, 0))
+            launch.until(lambda: len(lines(tmp_path, 0)) > reached + 20, "steps for which workers make data")
+            launch.process.send_signal(getattr(signal, name))
+        launch.until(partial(launch.says, "all ranks stop after step"), "the agreement")
+        (tmp_path / "evaluated").touch()
         assert launch.wait() == RESUME_EXIT_CODE, launch.output
-    assert launch.says("all ranks stop after step")
     (stopped,) = {int(lines(tmp_path, rank)[-1].split()[0]) for rank in range(2)}
     code, output = run_dlrun(tmp_path, *flags, stopped + 3)
     assert code == 0, output
@@ -187,15 +224,13 @@ def test_a_signal_to_one_rank_alone_ends_it_and_loader_workers_end_with_it(tmp_p
 def test_a_rank_that_a_signal_ends_makes_no_failure_of_a_stop(tmp_path: Path) -> None:
     """The script has chosen to end at once: the job stops all the same, and continues from the newest common snapshot."""
     text = WITH_WORKERS.replace(
-        "step = report", "import signal; signal.signal(signal.SIGTERM, signal.SIG_DFL)\nstep = report"
+        "    step = report", "    import signal; signal.signal(signal.SIGTERM, signal.SIG_DFL)\n    step = report"
     )
     (tmp_path / "train.py").write_text(text)
     flags = ("--nproc-per-node=2", "--max-restarts=5", tmp_path / "train.py", tmp_path)
     with dlrun(tmp_path, *flags, 100000) as launch:
         launch.until(lambda: len(lines(tmp_path, 0)) > 10, "some steps")
-        for pid in processes_of(tmp_path):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
+        signal_all(processes_of(tmp_path), "SIGTERM")
         assert launch.wait() == RESUME_EXIT_CODE, launch.output
     assert launch.says("newest common snapshot is kept")
     assert launch.output.count("started rank") == 1

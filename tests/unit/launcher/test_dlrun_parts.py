@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
@@ -28,12 +29,15 @@ from support.ranks import wait_for
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import DistNetworkError
 
+from flashckpt import agent_folder
 from flashckpt.daemon.launcher import budget, failure, findings, hang, ledger, reporting, stop
+from flashckpt.daemon.launcher.agent import DlrunAgent
 from flashckpt.daemon.launcher.job_notes import JobNotes
 from flashckpt.daemon.launcher.watch import JobWatch
 from flashckpt.daemon.machine.process import adopt_parent, exit_code, thread_count
 from flashckpt.daemon.zygote import messages, server
 from flashckpt.errors import DamagedError
+from flashckpt.shm.job_directory import JobDirectory
 
 
 def ended(rank: int, code: int, at_ns: int, summary: str = "") -> failure.WorkerExit:
@@ -213,6 +217,41 @@ def test_every_start_is_said_once_with_its_phases(caplog: pytest.LogCaptureFixtu
     assert line == f"first step of all ranks 10.00 s after the start {phases}"
 
 
+def test_memory_of_a_job_is_found_where_its_ranks_have_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A script that sets FLASHCKPT_SHM_DIR itself: dlrun ran without a persister, and ended with 0."""
+    watch = JobWatch()
+    with monkeypatch.context() as script:
+        script.setenv("FLASHCKPT_SHM_DIR", str(tmp_path))
+        job = JobDirectory.open("chosen", create=True)
+    agent_folder.write_job(watch.agent_dir, job.path)
+    watch.tick()
+    assert watch.job is not None
+    assert watch.job.path == job.path
+    assert watch.unpersisted() is None
+    assert not caplog.records
+    watch.request("ended")
+    job.let_go()
+    watch.close()
+
+
+def test_memory_of_a_job_that_cannot_be_reached_is_said_once_and_is_no_success(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ranks in a container with a tmpfs of their own."""
+    watch = JobWatch()
+    agent_folder.write_job(watch.agent_dir, tmp_path / "in-the-container")
+    for _ in range(3):
+        watch.tick()
+    (record,) = caplog.records
+    assert "cannot reach the job's memory" in record.message
+    error = watch.unpersisted()
+    assert error is not None
+    assert error.exit_code == 40
+    watch.close()
+
+
 def test_ledger_line_cut_short_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     book = ledger.Ledger("", path, tmp_path / "no" / "such" / "folder")
@@ -346,6 +385,30 @@ def test_hang_is_off_before_the_first_step_and_while_any_rank_is_paused() -> Non
     assert not hang.is_hanging([], late, 60.0)
 
 
+@pytest.mark.parametrize(
+    ("lost", "failed", "said"),
+    [
+        ({2: "10.0.0.3"}, False, "node 10.0.0.3 (c) with ranks 4, 5 is gone: it sends no heartbeats"),
+        ({}, True, "rank 3 on b failed first at step 7: killed"),
+        ({}, False, ""),
+    ],
+)
+def test_node_that_learns_of_a_failure_by_the_others_that_rejoin_says_which(
+    lost: dict[int, str], failed: bool, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Under load the ranks here have not noticed it yet: the store is that of the round that ended."""
+    before = HashStore()
+    findings.introduce(before, 2, host="c", ranks=[4, 5])
+    if failed:
+        findings.publish(before, findings.Finding(rank=3, host="b", cause="killed", step=7))
+    agent: Any = SimpleNamespace(_starts=0, _stores=mock.Mock(lost_since_the_round_before=lambda: lost), store=before)
+    agent._others = lambda _: stop.Group(store=agent.store, rank=0, size=3)
+    agent._restart_workers = lambda _: setattr(agent, "store", HashStore())
+    with caplog.at_level(logging.WARNING, "flashckpt.dlrun"):
+        DlrunAgent._join(agent, mock.Mock())
+    assert (caplog.messages, agent._starts) == ([said] if said else [], 1)
+
+
 def test_hang_timeout_is_learnt_never_under_a_minute_and_off_by_zero() -> None:
     pace = hang.Pace()
     assert hang.timeout_s(pace.step_s, None) == float("inf")
@@ -355,6 +418,17 @@ def test_hang_timeout_is_learnt_never_under_a_minute_and_off_by_zero() -> None:
     assert hang.timeout_s(0.01, None) == 60.0
     assert hang.timeout_s(0.01, 2.5) == 2.5
     assert hang.timeout_s(0.01, 0.0) == float("inf")
+
+
+def test_steps_that_ended_since_the_last_tick_are_not_taken_for_one_long_step() -> None:
+    """A stop 0.15 s after the first look, in a run of 2 ms a step: two steps ahead, some rank would be past the one to stop after."""
+    pace = hang.Pace()
+    pace.see(10.0, 0)
+    assert pace.at_least_s(10.1, 0) == pytest.approx(0.1)
+    step_s = pace.at_least_s(10.15, 75)
+    assert step_s == pytest.approx(0.002)
+    assert stop.stop_step([75, 74], step_s=step_s) >= 75 + 50
+    assert hang.Pace().at_least_s(10.0, -1) == 0.0
 
 
 STACK = """Thread 0x00007f1 (most recent call first):

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 
 from flashckpt.daemon.launcher import hang
+from flashckpt.daemon.launcher.agent import DlrunAgent
+from flashckpt.daemon.launcher.reporting import FailureReporter
 
 RANKS = {0: 100, 1: 101, 2: 102}
 
@@ -116,3 +125,68 @@ def test_ranks_without_a_row_are_part_of_the_report_and_the_stopped_ones_are_the
     text = hang.render(states, silent_s=1, limit_s=60, stall=hang.Stall(what="rank 1 stopped", ranks=[1], limit_s=60))
     assert text.startswith("rank 1 stopped (hang timeout 60.0 s); look at rank 1")
     assert "rank 1 (step -1) gave no stack: gone" in text
+
+
+@pytest.mark.parametrize("counts_steps", [True, False])
+@pytest.mark.parametrize("cpu", [0.0, 0.002, 3.0])
+@pytest.mark.parametrize(
+    ("known_s", "said_at"), [(0.0, [600, 1200, 2400]), (5.0, [300, 600, 1200, 2400]), (90.0, [900, 1800])]
+)
+def test_start_that_lasts_is_said_again_and_again_and_not_ended(
+    known_s: float, said_at: list[int], cpu: float, counts_steps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first start, several nodes, a rank that spins: 0.002 of a core is what three idle ranks use."""
+    start, ran_s, found = hang.SlowStart(known_s), 0, {}
+    monkeypatch.setattr(hang, "session_cpu_s", lambda _: ran_s * cpu)
+    for ran_s in range(3000):
+        if what := start.look(float(ran_s), RANKS.values(), counts_steps=counts_steps):
+            found[ran_s] = what
+    assert list(found) == (said_at if counts_steps or cpu < 1 else [])
+    for seconds, what in found.items():
+        assert what.startswith(f"{seconds} s after the start not all ranks have trained a step")
+        assert ("a start took" in what) == (known_s > 0)
+
+
+def test_place_of_each_rank_is_said_with_a_start_that_lasts() -> None:
+    states = [hang.RankState(rank=rank, pid=rank, step=-1, stack=("all_reduce (a.py:1)",)) for rank in range(3)]
+    states.append(hang.RankState(rank=3, pid=3, step=-1, kernel="state D"))
+    text = hang.render_start(states, "it lasts")
+    assert text.splitlines() == [
+        "it lasts",
+        "  rank 0 (step -1), 1 (step -1), 2 (step -1):",
+        "    all_reduce (a.py:1)",
+        "  rank 3 (step -1) gave no stack: state D",
+    ]
+
+
+@pytest.mark.parametrize("quiet_because", ["", "trained", "paused", "asked to stop"])
+def test_agent_says_it_until_all_ranks_have_trained(quiet_because: str) -> None:
+    row: Any = SimpleNamespace(rank=0, step=0, paused=int(quiet_because == "paused"), first_step=0)
+    agent: Any = mock.Mock(_started_s=time.monotonic() - 1000.0, _slow_start=hang.SlowStart(3.0))
+    agent._stop.is_under_way = quiet_because == "asked to stop"
+    agent._has_begun = lambda _: quiet_because == "trained"
+    context = mock.Mock()
+    context.pids.return_value = {0: os.getpid()}
+    for _ in range(3):
+        DlrunAgent._see_slow_start(agent, context, [row])
+    assert agent._reporter.slow_start.call_count == (not quiet_because)
+
+
+def test_stacks_of_ranks_that_train_on_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    program = "import sys, time; from flashckpt.daemon.launcher.worker import register_stacks\n"
+    program += "def waits_for_ever():\n    print('here', flush=True)\n    time.sleep(600)\n"
+    program += "register_stacks(sys.argv[1]); waits_for_ever()"
+    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "s")], stdout=subprocess.PIPE) as rank:
+        try:
+            assert rank.stdout is not None
+            rank.stdout.readline()
+            reporter = FailureReporter(mock.Mock(stacks_file=lambda _: tmp_path / "s"), "")
+            beats = hang.beats_of([], {7: rank.pid}, 0.0)
+            context = mock.Mock()
+            context.pids.return_value = {0: rank.pid}
+            with caplog.at_level("WARNING", "flashckpt.dlrun"):
+                reporter.slow_start(context, beats, "it lasts")
+            assert rank.poll() is None
+        finally:
+            rank.kill()
+    assert caplog.text.count("it lasts\n  rank 7 (step -1):\n    waits_for_ever (") == 1

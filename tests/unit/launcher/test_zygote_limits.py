@@ -9,6 +9,7 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 from support.ranks import wait_for
@@ -18,7 +19,6 @@ from flashckpt.daemon.zygote import messages
 from flashckpt.daemon.zygote.client import Unavailable, ZygoteClient
 from flashckpt.daemon.zygote.warm_copy import WarmCopy, key_of
 
-WORKER = {"argv": ["x.py"], "module": False, "env": dict(os.environ)}
 SILENT = {
     "stopped": None,
     "hangs": None,
@@ -33,6 +33,11 @@ SILENT = {
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "_SLICE_S", 0.01)
     monkeypatch.setattr(messages, "STOPPED_S", 0.05)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "set by torch.compile in an earlier test of this process")
+
+
+def worker() -> dict[str, Any]:
+    return {"argv": ["x.py"], "module": False, "env": dict(os.environ)}
 
 
 Made = contextlib.ExitStack
@@ -90,12 +95,12 @@ def test_a_zygote_that_does_not_answer_is_killed_and_not_waited_for(
     client._ready = first != "imports"
     if first.startswith("copy"):
         sock, pid = silent(how, made)
-        client._warm = WarmCopy(sock, pid, key_of(WORKER), is_asked=True, ready=first == "copy forks")
+        client._warm = WarmCopy(sock, pid, key_of(worker()), is_asked=True, ready=first == "copy forks")
     if first == "rehearse":
-        client.rehearse("module:function", WORKER, is_asked=True)
+        client.rehearse("module:function", worker(), is_asked=True)
         assert client._warm is None
     with pytest.raises(Unavailable, match="did not answer, twice"):
-        client.fork([WORKER])
+        client.fork([worker()])
     assert 1 <= len(starts) <= 2
     client.close()
     assert has_ended(begun[1])

@@ -56,6 +56,26 @@ def test_requests_return_at_once_and_those_that_wait_are_one(monkeypatch: pytest
     assert (root.opened, root.closed) == (1, 1)
 
 
+def test_thread_that_cannot_be_started_is_tried_again_with_the_next_request(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    did: list[str] = []
+    monkeypatch.setattr(housekeeping, "apply_retention", lambda *_: did.append("retain"))
+    keeper = Housekeeper(Root().open, Policy())
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as limit:
+        limit.setattr(threading.Thread, "start", refuse)
+        keeper.retain()
+        keeper.retain()
+    assert (keeper.is_busy, len(caplog.records)) == (False, 1)
+    keeper.retain()
+    keeper.close(60)
+    assert did == ["retain"]
+
+
 def test_failure_is_logged_once_and_the_next_request_connects_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

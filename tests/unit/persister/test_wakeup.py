@@ -6,6 +6,8 @@ import contextlib
 import errno
 import logging
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -55,6 +57,44 @@ def test_observer_that_cannot_even_be_made_costs_the_quick_wakeup_only(
         wakeup.wake()
         assert wakeup.wait(0.0)
     assert len(caplog.records) == (1 if polls else 2)
+
+
+IN_A_NAMESPACE = """
+import os, sys, threading
+from pathlib import Path
+from flashckpt.daemon.persister.wakeup import Wakeup
+
+wakeup = Wakeup([Path(sys.argv[1]), Path(sys.argv[2])], poll_s=0.05)
+number, woken = 0, False
+while not woken and number < 600:
+    number += 1
+    (Path(sys.argv[2]) / str(number)).touch()
+    woken = wakeup.wait(0.05)
+wakeup.close()
+print(woken, wakeup.is_polling, threading.active_count(), sum("inotify" in os.readlink(f"/proc/self/fd/{fd}") for fd in held()))
+"""
+HELD = """
+def held():
+    return [fd for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
+"""
+
+
+@pytest.mark.parametrize(("limit", "number"), [("instances", 0), ("watches", 0), ("watches", 1), ("watches", 2)])
+def test_limits_of_the_kernel_cost_the_quick_wakeup_only_and_leave_nothing_behind(
+    tmp_path: Path, limit: str, number: int
+) -> None:
+    """Lowered in a user namespace, since they are counted per user: with one watch the first of two folders has it."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    enter = ["unshare", "--user", "--map-root-user", "sh", "-c"]
+    lower = f'echo {number} > /proc/sys/user/max_inotify_{limit} && exec "$@"'
+    if subprocess.run([*enter, lower, "sh", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this machine gives no user namespaces")
+    command = [sys.executable, "-c", HELD + IN_A_NAMESPACE, *map(str, folders)]
+    done = subprocess.run([*enter, lower, "sh", *command], capture_output=True, text=True, check=True, timeout=100)
+    assert done.stdout.split() == ["True", str(number < 2), "1", "0"], done
+    assert done.stderr.count("inotify is not available") == (number < 2)
 
 
 def test_reading_a_file_does_not_wake(tmp_path: Path) -> None:

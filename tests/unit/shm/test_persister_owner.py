@@ -104,6 +104,25 @@ CANNOT_START = {
 }
 
 
+@pytest.mark.parametrize(("code", "said"), [(2, b""), (254, b"\n"), (0, b"\n")])
+def test_shell_that_cannot_fork_is_said_and_tried_again(
+    owned: Owned, code: int, said: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """dash and bash at a limit on processes: they print no pid, and some an empty line."""
+    tries: list[int] = []
+
+    def refused(*_: object, **__: object) -> subprocess.CompletedProcess[bytes]:
+        tries.append(1)
+        return subprocess.CompletedProcess([], code, said)
+
+    with monkeypatch.context() as limit:
+        limit.setattr("flashckpt.shm.job_directory.subprocess.run", refused)
+        owned.until(lambda: len(tries) >= 3, "some tries")
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert f"cannot be started: /bin/sh ended with exit code {code}" in line
+    owned.until(owned.running, "a persister")
+
+
 @pytest.mark.parametrize("why", CANNOT_START)
 def test_persister_that_cannot_start_is_one_line_a_status_and_fewer_and_fewer_starts(
     owned: Owned, why: str, caplog: pytest.LogCaptureFixture
