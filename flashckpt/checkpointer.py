@@ -121,7 +121,7 @@ class Checkpointer:
         rng: bool = False,
         mesh: Any = None,
         replicated_over: Any = None,
-        fenced: tuple[str, ...] | list[str] = (),
+        fenced: str | Iterable[str] = (),
         exclude: str | Iterable[str] = (),
         **things: Any,
     ) -> None:
@@ -141,13 +141,28 @@ class Checkpointer:
                 stays as it is where no rank of the snapshot had any under its name.
 
         Raises:
-            ConfigError: A name is taken, a thing has no state, an optimizer has foreign parameters, a sampler
+            ConfigError: A name is taken or reserved, a thing has no state, an optimizer has foreign parameters, a sampler
                 is tracked twice (as itself and inside its batch sampler), or what is left out is trained.
             UnsupportedStateError: State that is there already cannot be held: nested too deeply, or in an optimizer
                 that wraps another one.
         """
         if self._session is not None:
             raise ConfigError("track() after restore()", remedy="track everything first, then call restore()")
+        if not isinstance(rng, bool):
+            raise ConfigError(
+                "track(rng=) takes True or False",
+                found=f"an object of class {type(rng).__qualname__}",
+                expected="True: the default generators of torch, Python and numpy",
+                remedy="track a generator of your own inside an object with state_dict() and load_state_dict()",
+            )
+        fenced = (fenced,) if isinstance(fenced, str) else tuple(fenced)
+        if unknown := [name for name in fenced if name not in things]:
+            raise ConfigError(
+                "track(fenced=) names what this call does not track",
+                found=repr(unknown[0]),
+                expected=", ".join(things),
+                remedy="correct the name, or track it in this call",
+            )
         self._mesh = mesh if mesh is not None else self._mesh
         self._replicated_over = replicated_over if replicated_over is not None else self._replicated_over
         self._tracked.rng = self._tracked.rng or rng

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashckpt.checkpoint.direct_writer import StreamedRow
 from flashckpt.core.shard import split_owner
+from flashckpt.core.values import RESERVED
 from flashckpt.dcp import names
 from flashckpt.dcp.names import Path as StatePath
 from flashckpt.errors import ConfigError
@@ -247,6 +248,6 @@ def _whole(state: StateDict, places: Mapping[str, StatePath], labels: Sequence[s
     for top, whole in state.whole.items():
         inside = [key for key in state.values if state.paths.get(key, (key,))[0] == top]
         tops = {str(places[key][0]) if key in places else "" for key in inside}
-        if len(tops) == 1 and (to := tops.pop()) not in ("", *labels, *contents.RESERVED) and not {"@", "."} & set(to):
+        if len(tops) == 1 and (to := tops.pop()) not in ("", *labels, *RESERVED) and not {"@", "."} & set(to):
             found[to] = contents.take_apart(whole, to)[0]
     return found
