@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from flashckpt.interop.numbered_state import Renaming
     from flashckpt.interop.state_dicts import StateDict
 
+_PART = re.compile(r"-\d{1,9}-of-(\d{1,9})\.")
 KINDS = ("safetensors", "torch", "dcp", *origins.ORIGINS)
 
 
@@ -117,6 +119,8 @@ def open_foreign(
             state="Nothing was imported.",
             remedy="take the model alone: --format trainer --only 'model.*', or the path of the file of weights",
         )
+    if (part := _PART.search(path.name)) and path.is_file() and int(part[1]) > 1:
+        seen.notes.append(f"{path.name} is one of {int(part[1])} files: name their folder to import all")
     more = [*seen.notes, *(f"{name}: not read" for name in left if name not in said)]
     return replace(found, omitted=[*found.omitted, *more])
 
