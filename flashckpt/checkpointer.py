@@ -22,7 +22,7 @@ from flashckpt.restore.coordinator import RestoreCoordinator, RestoreRequest
 from flashckpt.restore.phases import collector_paused
 from flashckpt.restore.reader import Reader
 from flashckpt.session import Session
-from flashckpt.settings import Settings
+from flashckpt.settings import Settings, tracking_settings
 from flashckpt.shm.job_id import job_id, root_url
 from flashckpt.state.coverage import coverage
 from flashckpt.state.data_sources import PAGE, continuation_of
@@ -148,21 +148,7 @@ class Checkpointer:
         """
         if self._session is not None:
             raise ConfigError("track() after restore()", remedy="track everything first, then call restore()")
-        if not isinstance(rng, bool):
-            raise ConfigError(
-                "track(rng=) takes True or False",
-                found=f"an object of class {type(rng).__qualname__}",
-                expected="True: the default generators of torch, Python and numpy",
-                remedy="track a generator of your own inside an object with state_dict() and load_state_dict()",
-            )
-        fenced = (fenced,) if isinstance(fenced, str) else tuple(fenced)
-        if unknown := [name for name in fenced if name not in things]:
-            raise ConfigError(
-                "track(fenced=) names what this call does not track",
-                found=repr(unknown[0]),
-                expected=", ".join(things),
-                remedy="correct the name, or track it in this call",
-            )
+        rng, fenced = tracking_settings(rng, fenced, things)
         self._mesh = mesh if mesh is not None else self._mesh
         self._replicated_over = replicated_over if replicated_over is not None else self._replicated_over
         self._tracked.rng = self._tracked.rng or rng

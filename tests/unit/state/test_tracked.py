@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -254,11 +256,15 @@ def test_a_name_that_snapshots_use_for_something_else_is_refused(name: str, thin
     assert caught.value.remedy
 
 
-def test_the_generators_of_the_process_are_tracked_and_not_one_of_the_users(tmp_path: Path) -> None:
-    generator: Any = torch.Generator()
+@pytest.mark.parametrize(
+    "make", [torch.Generator, random.Random, np.random.default_rng, np.random.RandomState, Counting]
+)
+def test_the_generators_of_the_process_are_tracked_and_not_one_of_the_users(make: Any, tmp_path: Path) -> None:
+    generator = make()
+    Checkpointer(tmp_path, job="rng-of-a-user").track(rng=np.True_)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="rng") as caught:
         Checkpointer(tmp_path, job="rng-of-a-user").track(rng=generator)
-    assert "Generator" in caught.value.found
+    assert type(generator).__name__ in caught.value.found
 
 
 @pytest.mark.parametrize("fenced", ["modle", ("model", "ema")])
