@@ -267,11 +267,11 @@ def test_the_generators_of_the_process_are_tracked_and_not_one_of_the_users(make
     assert type(generator).__name__ in caught.value.found
 
 
-@pytest.mark.parametrize("fenced", ["modle", ("model", "ema")])
+@pytest.mark.parametrize("fenced", ["mdl", ("model", "ema")])
 def test_what_is_declared_fenced_is_one_of_the_names(fenced: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="fenced") as caught:
         Checkpointer(tmp_path, job="fenced-names").track(model=nn.Linear(1, 1), fenced=fenced)
-    assert caught.value.found in ("'modle'", "'ema'")
+    assert caught.value.found in ("'mdl'", "'ema'")
 
 
 def test_one_name_is_fenced_as_a_whole_and_not_each_name_inside_it(tmp_path: Path) -> None:
