@@ -23,7 +23,7 @@ from flashckpt.restore.coordinator import RestoreCoordinator, RestoreRequest
 from flashckpt.restore.phases import collector_paused
 from flashckpt.restore.reader import Reader
 from flashckpt.session import Session
-from flashckpt.settings import Settings
+from flashckpt.settings import Settings, tracking_settings
 from flashckpt.shm.job_id import job_id, root_url
 from flashckpt.state.coverage import coverage
 from flashckpt.state.data_sources import PAGE, continuation_of
@@ -124,7 +124,7 @@ class Checkpointer:
         rng: bool = False,
         mesh: Any = None,
         replicated_over: Any = None,
-        fenced: tuple[str, ...] | list[str] = (),
+        fenced: str | Iterable[str] = (),
         exclude: str | Iterable[str] = (),
         **things: Any,
     ) -> None:
@@ -144,13 +144,14 @@ class Checkpointer:
                 stays as it is where no rank of the snapshot had any under its name.
 
         Raises:
-            ConfigError: A name is taken, a thing has no state, an optimizer has foreign parameters, a sampler
+            ConfigError: A name is taken or reserved, a thing has no state, an optimizer has foreign parameters, a sampler
                 is tracked twice (as itself and inside its batch sampler), or what is left out is trained.
             UnsupportedStateError: State that is there already cannot be held: nested too deeply, or in an optimizer
                 that wraps another one.
         """
         if self._session is not None:
             raise ConfigError("track() after restore()", remedy="track everything first, then call restore()")
+        rng, fenced = tracking_settings(rng, fenced, things)
         self._mesh = mesh if mesh is not None else self._mesh
         self._replicated_over = replicated_over if replicated_over is not None else self._replicated_over
         self._tracked.rng = self._tracked.rng or rng

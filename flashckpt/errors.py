@@ -26,7 +26,8 @@ _PASSING_NAMES = frozenset({
     "ClientConnectionError", "ClientPayloadError", "TransportError", "CredentialRetrievalError", "TokenRetrievalError",
 })  # fmt: skip
 """Classes of Python, botocore, aiohttp, requests and httpx: known by name, since none of them is imported here."""
-_PASSING_STATUS = (408, 425, 429)
+_PASSING_STATUS = (408, 409, 425, 429)
+_PERMANENT_STATUS = (501, 505)
 
 
 class FlashckptError(Exception):
@@ -243,9 +244,14 @@ def may_pass(error: BaseException | None) -> bool:
 
 def _is_passing(error: BaseException) -> bool:
     if status := http_status(error):
-        return status >= 500 or status in _PASSING_STATUS
+        return is_passing_status(status)
     names = {cls.__name__ for cls in type(error).__mro__}
     return bool(names & _PASSING_NAMES) or (isinstance(error, OSError) and error.errno in _PASSING_ERRNO)
+
+
+def is_passing_status(status: int) -> bool:
+    """Return whether the same request may be answered otherwise later, by the HTTP status of the answer."""
+    return (status >= 500 and status not in _PERMANENT_STATUS) or status in _PASSING_STATUS
 
 
 def http_status(error: BaseException) -> int:

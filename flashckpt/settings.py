@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -22,6 +22,8 @@ MAX_STEP = 10**15
 """Largest step number, and largest interval: far from the end of a signed 64-bit word."""
 MAX_COMPRESSION_LEVEL = 19
 _COMPRESSIONS = f'"off", "auto", "zstd" or "zstd:LEVEL" with LEVEL 1 to {MAX_COMPRESSION_LEVEL}'
+_OF_GENERATORS = ("get_state", "getstate", "bit_generator", "state_dict")
+"""What generators of torch, Python and numpy, and wrappers of them, have; one of them is found in each."""
 
 
 def whole_number(value: object, *, least: int, most: int = MAX_STEP) -> int | None:
@@ -205,6 +207,27 @@ class Settings:
 
 
 _RULES: dict[str, Rule] = {one.name: one.metadata["rule"] for one in fields(Settings) if one.metadata}
+
+
+def tracking_settings(rng: object, fenced: str | Iterable[str], names: Iterable[str]) -> tuple[bool, tuple[str, ...]]:
+    """Return `rng` and `fenced` of `track()`, which tracks `names`; ConfigError where one of them is something else."""
+    if any(hasattr(rng, name) for name in _OF_GENERATORS):
+        raise ConfigError(
+            "track(rng=) takes True or False",
+            found=f"an object of class {type(rng).__qualname__}",
+            expected="True: the default generators of torch, Python and numpy",
+            remedy="track a generator of your own inside an object with state_dict() and load_state_dict()",
+        )
+    known = tuple(names)
+    fenced = (fenced,) if isinstance(fenced, str) else tuple(fenced)
+    if unknown := [name for name in fenced if name not in known]:
+        raise ConfigError(
+            "track(fenced=) names what this call does not track",
+            found=repr(unknown[0]),
+            expected=", ".join(known),
+            remedy="correct the name, or track it in this call",
+        )
+    return bool(rng), fenced
 
 
 def next_step(step: object, *, last: int) -> int:

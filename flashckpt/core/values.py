@@ -14,6 +14,8 @@ from flashckpt.errors import UnsupportedStateError
 
 MAX_DEPTH = 64
 """Maximum nesting of dicts, lists and tuples, including the map of all values."""
+RESERVED = ("aliases", "dcp", "rng")
+"""Keys of values that say something of the whole snapshot, or of a rank: no tracked object can have such a name."""
 _EXT_TUPLE, _EXT_BIG_INT = 1, 2
 _CONTAINERS = frozenset((dict, list, tuple))
 _PLAIN = frozenset((type(None), bool, int, float, str, bytes))

@@ -10,14 +10,13 @@ import torch
 
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard import split_owner
+from flashckpt.core.values import RESERVED
 from flashckpt.dcp.names import GROUPS, STATE, Path, default_path, to_dcp
 from flashckpt.errors import UnsupportedStateError
 from flashckpt.state import pytree
 
 RECORD = "dcp"
 """Key of the value that says what dcp wrote: optimizer names, leaves by dcp's name, paths that are not the default."""
-RESERVED = (RECORD, "aliases", "rng")
-"""Keys of values that are no tracked object's."""
 
 
 @dataclass(kw_only=True)

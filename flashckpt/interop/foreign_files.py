@@ -84,7 +84,9 @@ def decoding(path: Path | str, what: str, *, nbytes: int | None = None) -> Itera
         raise
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be read", found=error.strerror or str(error), expected=f"{what} that may be read"
+            f"{error.filename or path} cannot be read",
+            found=error.strerror or str(error),
+            expected=f"{what} that may be read",
         ) from error
     except Exception as error:
         raise DamagedError(

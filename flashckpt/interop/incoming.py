@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashckpt.checkpoint.direct_writer import StreamedRow
 from flashckpt.core.shard import split_owner
+from flashckpt.core.values import RESERVED
 from flashckpt.dcp import names
 from flashckpt.dcp.names import Path as StatePath
 from flashckpt.errors import ConfigError
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from flashckpt.interop.numbered_state import Renaming
     from flashckpt.interop.state_dicts import StateDict
 
+_PART = re.compile(r"-\d{1,9}-of-(\d{1,9})\.")
 KINDS = ("safetensors", "torch", "dcp", *origins.ORIGINS)
 
 
@@ -117,6 +120,8 @@ def open_foreign(
             state="Nothing was imported.",
             remedy="take the model alone: --format trainer --only 'model.*', or the path of the file of weights",
         )
+    if (part := _PART.search(path.name)) and path.is_file() and int(part[1]) > 1:
+        seen.notes.append(f"{path.name} is one of {int(part[1])} files: name their folder to import all")
     more = [*seen.notes, *(f"{name}: not read" for name in left if name not in said)]
     return replace(found, omitted=[*found.omitted, *more])
 
@@ -259,6 +264,6 @@ def _whole(state: StateDict, places: Mapping[str, StatePath], labels: Sequence[s
     for top, whole in state.whole.items():
         inside = [key for key in state.values if state.paths.get(key, (key,))[0] == top]
         tops = {str(places[key][0]) if key in places else "" for key in inside}
-        if len(tops) == 1 and (to := tops.pop()) not in ("", *labels, *contents.RESERVED) and not {"@", "."} & set(to):
+        if len(tops) == 1 and (to := tops.pop()) not in ("", *labels, *RESERVED) and not {"@", "."} & set(to):
             found[to] = contents.take_apart(whole, to)[0]
     return found

@@ -18,12 +18,13 @@ import numpy as np
 import torch
 
 from flashckpt.core.shard import ITEMSIZE
+from flashckpt.core.values import RESERVED
 from flashckpt.errors import FormatVersionError, UnsupportedStateError
 from flashckpt.state import pytree
 
 RECORD = "nested"
 """Key of the value that says which values are which members of the dict, in order, and the notes."""
-_RESERVED = (RECORD, "aliases", "dcp", "rng")
+_RESERVED = (RECORD, *RESERVED)
 _ORDERED, _COUNTER, _SIZE, _PATH, _TENSOR = "ordered", "counter", "size", "path", "tensor"
 _METADATA = "_metadata"  # what `Module.state_dict` hangs on its ordered dict: versions that `load_state_dict` reads
 _AS_THEY_ARE = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device)

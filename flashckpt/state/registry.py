@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from flashckpt.core.values import RESERVED
 from flashckpt.errors import ConfigError, UnsupportedStateError
 from flashckpt.state import left_out, modules, optimizer_extra, optimizer_state, samplers
 from flashckpt.state.captured import Captured
@@ -102,13 +103,12 @@ class StateRegistry:
             ConfigError: The name is taken or not usable, or the object has no state_dict/load_state_dict.
             UnsupportedStateError: A module or an optimizer keeps state where a snapshot would not find it.
         """
-        if name in {*self.modules, *self.optimizers, *self.objects} or not name or "@" in name or "." in name:
+        if why := self._refused(name):
             raise ConfigError(
                 f"cannot track anything under the name {name!r}",
-                found="the name is already used"
-                if name and "@" not in name and "." not in name
-                else "an empty name, '@' or '.'",
+                found=why,
                 expected="a separate name for every tracked object",
+                remedy="track it under another name",
             )
         thing = unwrapped(thing)
         is_list = isinstance(thing, (list, tuple)) or (isinstance(thing, nn.ModuleList) and are_global(list(thing)))
@@ -144,6 +144,13 @@ class StateRegistry:
         if fenced:
             self.fenced.add(name)
         self.planned = None  # of other objects
+
+    def _refused(self, name: str) -> str:
+        if name in RESERVED:
+            return "the name of something else that snapshots hold"
+        if not name or "@" in name or "." in name:
+            return "an empty name, '@' or '.'"
+        return "the name is already used" if name in {*self.modules, *self.optimizers, *self.objects} else ""
 
     def all_optimizers(self) -> list[torch.optim.Optimizer]:
         """Return every tracked torch optimizer."""

@@ -25,7 +25,7 @@ _DELETES_IN_FLIGHT = 16
 _log = logging.getLogger(__name__)
 
 
-class UnknownRequestError(StoreError):
+class UnknownRequestError(RootError):
     """The server has no such request, or ignores what it is asked for in it: not to be tried again, but done in another way."""
 
 

@@ -12,10 +12,21 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from flashckpt.errors import ConfigError, FlashckptError, ObjectMissingError, RootError, StoreError, http_status
+from flashckpt.errors import (
+    ConfigError,
+    FlashckptError,
+    ObjectMissingError,
+    RootError,
+    StoreError,
+    http_status,
+    may_pass,
+)
 from flashckpt.storage.conditional import ProbedStore, require_restartable, truncated
 from flashckpt.storage.direct_io import extents
 from flashckpt.storage.store import PART_BYTES, SWEEP_AGE_S, Names, ObjectInfo, Objects, check_key
+
+_OF_GCSFS = ("Forbidden", "Bad Request")
+"""How gcsfs begins its errors for 403 and 400, which are an OSError and a ValueError without a number."""
 
 
 class FsspecStore(ProbedStore):
@@ -72,7 +83,7 @@ class FsspecStore(ProbedStore):
             at = start + begin
             try:
                 data = self._do(key, functools.partial(_cat, self._path(key), at, at + len(view)))
-            except StoreError:  # a range past the end: each service reports it differently
+            except (RootError, StoreError):  # a range past the end: each service reports it differently
                 info = self.head(key)
                 if info is None or info.nbytes >= at + len(view):
                     raise
@@ -238,7 +249,8 @@ class FsspecStore(ProbedStore):
                 f"access to {self.url} was refused", found=str(error), remedy="renew or correct the credentials"
             ) from error
         except Exception as error:
-            kind: type[FlashckptError] = RootError if http_status(error) in (401, 403) else StoreError
+            is_final = (http_status(error) or str(error).startswith(_OF_GCSFS)) and not may_pass(error)
+            kind: type[FlashckptError] = RootError if is_final else StoreError
             raise kind(f"the request for {key or 'the root'} of {self.url} failed", found=self._words(error)) from error
 
 

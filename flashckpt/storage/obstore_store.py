@@ -160,11 +160,16 @@ class ObstoreStore(S3Store):
             return super()._create(key, data)
         from obstore.exceptions import AlreadyExistsError
 
-        try:
-            self._do(key, lambda obs: self._put_small(obs, store, key, bytes(data), mode="create"))
-        except AlreadyExistsError:
-            return False
-        return True
+        def create(obs: Any) -> bool | None:
+            try:
+                self._put_small(obs, store, key, bytes(data), mode="create")
+            except AlreadyExistsError as error:
+                return None if _status(str(error)) == 409 else False
+            return True
+
+        # to obstore a conflict (409) is an object that is there; it is another write at the same time, which may fail
+        created = self._do(key, create)
+        return super()._create(key, data) if created is None else bool(created)
 
     def _client(self) -> Any:
         """Return the client of this process; None where only s3fs can be used: after a fork, or for where the root is."""
@@ -220,11 +225,11 @@ class ObstoreStore(S3Store):
 
     def _do(self, key: str, work: Callable[[Any], Any]) -> Any:
         import obstore as obs
-        from obstore.exceptions import AlreadyExistsError, BaseError
+        from obstore.exceptions import BaseError
 
         try:
             return work(obs)
-        except (FlashckptError, AlreadyExistsError):
+        except FlashckptError:
             raise
         except (BaseError, OSError) as error:
             raise _translate(error, self.url, self.bucket, key) from error
@@ -265,7 +270,7 @@ class CredentialChain:
 def _translate(error: BaseException, url: str, bucket: str, key: str) -> FlashckptError:
     text = str(error).partition("\n\nDebug source")[0]
     code = next(iter(re.findall(r"<Code>(\w+)</Code>", text)), "")
-    status = int(next(iter(re.findall(r"status code: (\d{3})", text)), "0"))
+    status = _status(text)
     if "no credentials for" in text:
         return no_credentials(url)
     if code == "InvalidRange" or status == 416:
@@ -276,6 +281,12 @@ def _translate(error: BaseException, url: str, bucket: str, key: str) -> Flashck
     if re.search(r"performing DELETE \S+[?&]uploadId=", text):  # obstore lets this failure hide the one before it
         return StoreError(f"the upload of {key} to {url} failed, and so did taking its parts back", found=found)
     return request_error(url, bucket, key, code=code, status=status, found=found)
+
+
+def _status(text: str) -> int:
+    if found := re.search(r"status code: (\d{3})", text):
+        return int(found[1])
+    return 301 if "Received redirect" in text else 0
 
 
 def _made(client: Any, bucket: str, settings: dict[str, Any]) -> Any:

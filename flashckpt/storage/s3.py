@@ -83,7 +83,7 @@ class S3Store(S3Session):
             yield
         except ObjectMissingError:
             raise
-        except StoreError as error:
+        except (RootError, StoreError) as error:
             try:
                 info = self.head(key)
             except FlashckptError:

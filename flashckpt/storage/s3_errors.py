@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from flashckpt.errors import ConfigError, FlashckptError, ObjectMissingError, RootError, StoreError
+from flashckpt.errors import ConfigError, FlashckptError, ObjectMissingError, RootError, StoreError, is_passing_status
 from flashckpt.storage.conditional import UnknownRequestError
 
 MISSING_KEY = ("NoSuchKey", "404", "NotFound")
@@ -22,7 +22,17 @@ REFUSED = (
     "401",
     "403",
 )
-_BUSY = ("SlowDown", "RequestTimeout")
+_BUSY = (
+    "SlowDown",
+    "RequestTimeout",
+    "OperationAborted",
+    "ConditionalRequestConflict",
+    "BadDigest",
+    "IncompleteBody",
+    "XAmzContentSHA256Mismatch",
+)
+"""Answers of a server that is busy, or to bytes that arrived otherwise than they were sent."""
+_LOST_UPLOAD = ("NoSuchUpload", "InvalidPart")  # somebody aborted it: another one may succeed
 _PERMANENT = (
     "NoSuchBucket",
     "NoSuchUpload",
@@ -32,8 +42,6 @@ _PERMANENT = (
     "MethodNotAllowed",
     "NotImplemented",
 )
-
-
 _UNKNOWN_REQUEST = ("NotImplemented", "MethodNotAllowed")
 
 
@@ -46,7 +54,9 @@ def translate(error: BaseException, url: str, bucket: str, key: str) -> Flashckp
         return no_credentials(url, str(error))
     if name in ("ProfileNotFound", "ConfigParseError"):
         return unknown_place(url, error)
-    return request_error(url, bucket, key, code=code, status=status, found=f"{code or name}: {error}")
+    words = str(error).replace(" (reached max retries: 0)", "")  # botocore's: they are counted here
+    found = f"{code or (f'HTTP {status}' if status else name)}: {words}"
+    return request_error(url, bucket, key, code=code, status=status, found=found)
 
 
 def request_error(url: str, bucket: str, key: str, *, code: str, status: int, found: str) -> FlashckptError:
@@ -65,6 +75,10 @@ def request_error(url: str, bucket: str, key: str, *, code: str, status: int, fo
         return RootError(problem, found=found, remedy=remedy)
     if code in MISSING_KEY or (status == 404 and code != "NoSuchUpload"):
         return ObjectMissingError(f"the object {key} of {url} is missing", found=found)
+    if code == "QuotaExceeded":
+        return StoreError(
+            f"no room is left for {url}", found=found, remedy="raise the quota, or delete old checkpoints"
+        )
     if code in REFUSED or status in (401, 403):
         return RootError(
             f"the credentials for {url} were refused",
@@ -78,11 +92,11 @@ def request_error(url: str, bucket: str, key: str, *, code: str, status: int, fo
             found=found,
             remedy="check network and endpoint_url; persisting then resumes automatically",
         )
+    kind: type[FlashckptError] = RootError  # another region, another service: it stays so
     if code in _UNKNOWN_REQUEST or status in (405, 501):
-        kind: type[FlashckptError] = UnknownRequestError
-    else:  # another region, another service: it stays so
-        wrong = not key and 300 <= status < 500 and status not in (408, 425, 429) and code not in _BUSY
-        kind = RootError if wrong else StoreError
+        kind = UnknownRequestError
+    elif code in _LOST_UPLOAD or is_transient_answer(code, status):
+        kind = StoreError
     return kind(f"the request for {key or 'the root'} of {url} failed", found=found, expected="HTTP 200")
 
 
@@ -107,7 +121,7 @@ def _response(error: BaseException) -> dict[str, Any]:
 
 def error_code(error: BaseException) -> str:
     """Return S3's error code; "" where there was no answer."""
-    return str(_response(error).get("Error", {}).get("Code", ""))
+    return str(_response(error).get("Error", {}).get("Code") or "")
 
 
 def http_status(error: BaseException) -> int:
@@ -126,11 +140,16 @@ def is_transient_code(code: str) -> bool:
     return code in (*_BUSY, "InternalError", "ServiceUnavailable", "OperationAborted", "500", "503")
 
 
+def is_transient_answer(code: str, status: int) -> bool:
+    """Return whether the same request may be answered otherwise a moment later."""
+    if code in REFUSED or code in _PERMANENT or code in MISSING_KEY:
+        return False
+    return is_passing_status(status) or code in _BUSY
+
+
 def is_transient(error: BaseException) -> bool:
     """Return whether the same request may succeed a moment later."""
     code, status, name = error_code(error), http_status(error), type(error).__name__
-    if code in REFUSED or code in _PERMANENT or code in MISSING_KEY or "Credential" in name or "Param" in name:
+    if "Credential" in name or "Param" in name:
         return False
-    if status == 0:
-        return is_network(error)
-    return status >= 500 or status in (408, 429) or code in _BUSY
+    return is_transient_answer(code, status) if status else is_network(error)

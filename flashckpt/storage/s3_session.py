@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import urlsplit
 
-from flashckpt.errors import ConfigError, FlashckptError
+from flashckpt.errors import ConfigError, FlashckptError, RootError
 from flashckpt.storage.conditional import ProbedStore
 from flashckpt.storage.etags import Tags
 from flashckpt.storage.s3_address import S3Address, address_of
@@ -94,6 +94,15 @@ class S3Session(ProbedStore):
             return sync(fs.loop, whole)
         except FlashckptError:
             raise
+        except (
+            RecursionError
+        ) as error:  # botocore asks where the bucket is, is redirected, asks where the bucket is, ...
+            raise RootError(
+                f"the endpoint of {self.url} redirects every request",
+                found=self.address.endpoint,
+                expected="the endpoint that it redirects to",
+                remedy="correct endpoint_url, e.g. https:// in place of http://, or the region",
+            ) from error
         except Exception as error:
             if not (error_code(error) or is_network(error)):
                 raise
@@ -110,7 +119,7 @@ class S3Session(ProbedStore):
                 "max_pool_connections": 64,
                 "connect_timeout": min(10.0, self._timeout_s),
                 "read_timeout": self._timeout_s,
-                "retries": {"mode": "standard", "max_attempts": 1},  # ours below cover the body too
+                "retries": {"mode": "standard", "total_max_attempts": 1},  # ours below cover the body too
             }
             options["config_kwargs"] = {**config, **(options.get("config_kwargs") or {})}
             try:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from flashckpt.errors import FlashckptError, RootError, StoreError
+from flashckpt.errors import FlashckptError, RootError, StoreError, is_passing_status
 from flashckpt.faults import crash_point
 from flashckpt.storage.conditional import delete_each, require_restartable, truncated
 from flashckpt.storage.direct_io import extents
@@ -26,9 +26,8 @@ from flashckpt.storage.fsspec_store import FsspecStore, discard
 from flashckpt.storage.store import PART_BYTES, SWEEP_AGE_S, Names, ObjectInfo, Objects, check_key
 from flashckpt.storage.temporary import TEMPORARY, is_orphan, temporary_name
 
-_REFUSED = ("AccessControlException", "SecurityException", "AuthorizationException", "InvalidToken", "401")
+_REFUSED = ("AccessControlException", "SecurityException", "AuthorizationException", "InvalidToken", "401", "403")
 _FINAL = (
-    "QuotaExceeded",
     "Directory",
     "InvalidPath",
     "AlreadyExists",
@@ -165,6 +164,8 @@ class WebHdfsStore(FsspecStore):
                 return super()._do(key, work)
             except StoreError as error:
                 if not _may_pass(error.__cause__):
+                    if isinstance(error.__cause__, HdfsError) and not error.__cause__.is_of_room:
+                        raise RootError(error.problem, found=error.found) from None
                     raise
                 if attempt + 1 >= self._retries:
                     raise error from None  # the text of its cause may show a token
@@ -182,7 +183,8 @@ class HdfsError(Exception):
 
     def __init__(self, name: str, message: str, *, is_final: bool = False) -> None:
         super().__init__(f"{name}: {message}")
-        self.is_final = is_final or any(part in name for part in _FINAL)
+        self.is_of_room = "QuotaExceeded" in name
+        self.is_final = is_final or self.is_of_room or any(part in name for part in _FINAL)
 
 
 def _raise_refusal(response: Any, *_: Any, **__: Any) -> None:
@@ -198,7 +200,8 @@ def _raise_refusal(response: Any, *_: Any, **__: Any) -> None:
         raise FileNotFoundError(message)
     if name in _REFUSED:
         raise PermissionError(f"{name}: {message}")
-    raise HdfsError(name, message)
+    # a gateway's own answer: what the NameNode says has the status 403 also where it may pass
+    raise HdfsError(name, message, is_final=name.isdecimal() and not is_passing_status(response.status_code))
 
 
 def _may_pass(error: BaseException | None) -> bool:

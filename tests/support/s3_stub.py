@@ -47,6 +47,7 @@ class Stub:
         keeps_folders: A folder is listed after its last object is gone.
         range_error: Answer to a range that begins behind the end.
         silent: Kinds of requests that are never answered.
+        passing: As `refused`, with how often.
     """
 
     endpoint: str = ""
@@ -56,6 +57,7 @@ class Stub:
     keeps_folders: bool = False
     range_error: tuple[int, str] = (416, "InvalidRange")
     silent: set[str] = field(default_factory=set)
+    passing: dict[str, tuple[int, str, int]] = field(default_factory=dict)
     asked: list[Asked] = field(default_factory=list)
     objects: dict[str, tuple[bytes, float]] = field(default_factory=dict)
     folders: set[str] = field(default_factory=set)
@@ -95,6 +97,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.stub.asked.append(found)
             kind = self._kind()
             refused = self.stub.refused.get(kind)
+            if left := self.stub.passing.get(kind, (0, "", 0))[2]:
+                status, code, _ = self.stub.passing[kind]
+                refused, self.stub.passing[kind] = (status, code), (status, code, left - 1)
         if kind in self.stub.silent:
             self.stub.ended.wait(60)
             self.close_connection = True

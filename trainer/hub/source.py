@@ -33,6 +33,7 @@ BESIDE = (
 )  # fmt: skip
 """Files of a folder that travel with its weights."""
 MODEL, AVERAGE = "model", "ema"
+FLOATS = ("float64", "float32", "bfloat16", "float16")
 """Under which names the trainer tracks its parts, and the average of their weights."""
 RECORD = "run"
 """Under which name the trainer tracks its configuration."""
@@ -91,7 +92,17 @@ class HubFolder:
                     expected=f"{tensor.theirs} of shape {tensor.shape}",
                     state="Nothing was read.",
                 )
-            self.parts.setdefault(tensor.ours, []).append((tensor, found))
+            parts = self.parts.setdefault(tensor.ours, [])
+            parts.append((tensor, found))
+            wanted = FLOATS if len(parts) == 1 else (parts[0][1].dtype,)  # parts of one tensor are read as one type
+            if found.dtype not in wanted:
+                raise ConfigError(
+                    f"{folder} holds weights of a type that is no model's",
+                    found=f"{tensor.theirs} of {found.dtype}",
+                    expected=", ".join(wanted),
+                    state="Nothing was read.",
+                    remedy="save them in a floating-point type, all experts in the same one",
+                )
         self._refuse_others(there)
 
     def _refuse_others(self, there: Mapping[str, st.Incoming]) -> None:

@@ -10,12 +10,11 @@ from torch import Tensor, nn
 
 from flashckpt.core.shard import ITEMSIZE
 from flashckpt.errors import ConfigError
-from flashckpt.trainer.hub.source import WeightSource
+from flashckpt.trainer.hub.source import FLOATS, WeightSource
 from flashckpt.trainer.model.initial import box
 
 BLOCK_BYTES = 16 << 20
 """Bytes of a tensor that are read at a time."""
-_FLOATS = ("float64", "float32", "bfloat16", "float16")
 
 
 @torch.no_grad()
@@ -43,9 +42,9 @@ def _load(name: str, offsets: tuple[int, ...], local: Tensor, source: WeightSour
     if not local.numel():
         return
     dtype = source.dtype(name)
-    if dtype not in _FLOATS:
+    if dtype not in FLOATS:
         raise ConfigError(
-            f"the tensor {name!r} of {source.where} cannot be trained", found=dtype, expected=", ".join(_FLOATS)
+            f"the tensor {name!r} of {source.where} cannot be trained", found=dtype, expected=", ".join(FLOATS)
         )
     row_bytes = math.prod(local.shape[1:]) * ITEMSIZE[dtype]
     step = max(1, BLOCK_BYTES // row_bytes)

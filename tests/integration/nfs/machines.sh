@@ -15,7 +15,7 @@ PACKAGES=(user-mode-linux nfs-kernel-server kmod iproute2 e2fsprogs)
 HERE=$(cd "$(dirname "$0")" && pwd)
 
 fetch_packages() {
-    if command -v linux.uml exportfs rpc.nfsd modprobe ip mkfs.ext4 >/dev/null; then return; fi
+    if type -P linux.uml exportfs rpc.nfsd modprobe ip mkfs.ext4 >/dev/null; then return; fi
     local system
     system="$(. /etc/os-release && echo "$ID") on $(uname -m)"
     if [ "$system" != "debian on x86_64" ]; then

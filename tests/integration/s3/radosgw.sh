@@ -20,7 +20,7 @@ need_root() {
 }
 
 install() {
-    if command -v radosgw ceph-mon ceph-osd ceph radosgw-admin >/dev/null; then return; fi
+    if type -P radosgw ceph-mon ceph-osd ceph radosgw-admin >/dev/null; then return; fi
     install_packages "${PACKAGES[@]}"
 }
 

@@ -16,7 +16,7 @@ PACKAGES=(slurm-wlm munge)
 ADDRESS=10.77.0.1
 
 fetch_packages() {
-    if command -v slurmctld slurmd munged sbatch >/dev/null; then return; fi
+    if type -P slurmctld slurmd munged sbatch >/dev/null; then return; fi
     install_packages "${PACKAGES[@]}"
 }
 

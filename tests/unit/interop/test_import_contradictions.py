@@ -128,6 +128,16 @@ def test_numbered_files_without_an_index_are_all_there_or_refused(tmp_path: Path
     assert "1 of the 2 files" in refused(other, capsys)
 
 
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_one_of_several_numbered_files_is_said_to_be_one_of_several(
+    kind: str, tmp_path: Path, capsys: Captured
+) -> None:
+    folder = folder_of(tmp_path / "folder", kind)
+    code, document = run(next(folder.glob("*-00001-of-*")), capsys)
+    assert code == 0
+    assert any("is one of 2 files" in one for one in document["omitted"])
+
+
 @pytest.mark.parametrize("file", ["model.safetensors", "other.safetensors"])
 def test_two_sets_of_weights_are_refused(tmp_path: Path, capsys: Captured, file: str) -> None:
     folder = folder_of(tmp_path / "folder")
@@ -300,6 +310,12 @@ def test_metadata_of_dcp_that_contradicts_itself_or_its_files_is_refused(
     text = document["error"]["problem"] + ": " + document["error"]["found"]
     assert code in (16, 32)
     assert any(one in text for one in named.split("|")), text
+
+
+def test_a_file_of_dcp_that_is_missing_is_named(tmp_path: Path, capsys: Captured) -> None:
+    folder = dcp_folder(tmp_path / "d", lambda _: None)
+    next(folder.glob("*.distcp")).unlink()
+    assert ".distcp cannot be read" in refused(folder, capsys)
 
 
 def test_names_without_a_shape_are_listed(tmp_path: Path, capsys: Captured) -> None:

@@ -24,6 +24,7 @@ from flashckpt.daemon.zygote import worker
 from flashckpt.errors import FINAL_CODES, PASSING_CODES, DataError, FlashckptError, RootError, StoreError
 from flashckpt.restore import patience
 from flashckpt.storage.conditional import UnknownRequestError
+from flashckpt.storage.fsspec_store import FsspecStore
 from flashckpt.storage.posix import PosixStore
 from flashckpt.storage.s3_errors import request_error, translate
 from flashckpt.trainer.hub.source import read_json
@@ -48,14 +49,15 @@ PASSING = {
     "endpoint": botocore.exceptions.EndpointConnectionError(endpoint_url="http://x"),
     "read time-out": botocore.exceptions.ReadTimeoutError(endpoint_url="http://x"),
     "credentials not there now": botocore.exceptions.CredentialRetrievalError(provider="x", error_msg="y"),
-    **{f"HTTP {status}": answer(status) for status in (500, 503, 429, 408)},
+    **{f"HTTP {status}": answer(status) for status in (500, 503, 429, 408, 409)},
     "a storage operation": StoreError("away"),
 }
 PERMANENT = {
     **{name: OSError(getattr(errno, name), name) for name in ("ENOENT", "EACCES", "ENOTDIR", "EROFS", "EINVAL")},
     "no credentials at all": botocore.exceptions.NoCredentialsError(),
-    **{f"HTTP {status}": answer(status) for status in (301, 400, 401, 403, 404)},
+    **{f"HTTP {status}": answer(status) for status in (301, 400, 401, 403, 404, 405, 501)},
     "a wrong value": ValueError("connection"),
+    "a request that the server does not have": UnknownRequestError("list"),
     "a missing object": errors.ObjectMissingError("gone"),
     "nothing": None,
 }
@@ -140,6 +142,43 @@ def test_a_tokenizer_folder_that_is_away_is_not_a_wrong_configuration(
 )
 def test_answer_about_the_root_itself(status: int, code: str, kind: type[FlashckptError]) -> None:
     assert type(request_error("s3://b/r", "b", "", code=code, status=status, found="x")) is kind
+
+
+class AnsweredError(Exception):
+    """As clients of fsspec's file systems raise what a server answered, each by another name."""
+
+    def __init__(self, **said: int) -> None:
+        self.__dict__.update(said)
+
+
+@pytest.mark.parametrize("key", ["", "a"])
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        *((AnsweredError(code=status), 13) for status in (400, 401, 403, 405, 410, 501)),
+        *((AnsweredError(status_code=status), 41) for status in (408, 409, 429, 500, 503)),
+        (AnsweredError(status=425), 41),
+        (OSError("Forbidden: https://storage.googleapis.com/b/a"), 13),
+        (ValueError("Bad Request: https://storage.googleapis.com/b/a"), 13),
+        (OSError("connection lost"), 41),
+    ],
+    ids=lambda one: f"{type(one).__name__} {vars(one) or one}" if isinstance(one, Exception) else str(one),
+)
+def test_answer_of_a_server_through_fsspec(error: Exception, code: int, key: str) -> None:
+    def ask(_: Any) -> None:
+        raise error
+
+    with pytest.raises(FlashckptError) as caught:
+        FsspecStore("memory://may-pass", {})._do(key, ask)
+    assert caught.value.settle() == code
+
+
+def test_answer_without_a_code_is_shown_by_its_status() -> None:
+    response: Any = {"Error": {"Code": None}, "ResponseMetadata": {"HTTPStatusCode": 405, "MaxAttemptsReached": True}}
+    response["ResponseMetadata"]["RetryAttempts"] = 0
+    found = translate(botocore.exceptions.ClientError(response, "ListObjectsV2"), "s3://b/r", "b", "").found
+    assert found.startswith("HTTP 405: ")
+    assert "max retries" not in found
 
 
 def test_credentials_whose_service_does_not_answer_are_no_refusal() -> None:

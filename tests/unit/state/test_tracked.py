@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from flashckpt import Checkpointer
 from flashckpt.errors import ConfigError, UnsupportedStateError
 from flashckpt.state import named_groups, pytree, rng
 from flashckpt.state.placement import LocalBox, contiguous_runs, current_world
@@ -21,6 +25,13 @@ def tracked(**things: object) -> StateRegistry:
     for name, thing in things.items():
         found.add(name, thing)
     return found
+
+
+class Counting:
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 def structure(found: StateRegistry) -> Structure:
@@ -235,6 +246,38 @@ def test_a_thing_without_state_is_refused_by_its_name() -> None:
     found = tracked(model=nn.Linear(1, 1))
     with pytest.raises(ConfigError, match="already used"):
         found.add("model", nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("name", ["aliases", "dcp", "rng", "", "a.b", "a@rank0", "model"])
+@pytest.mark.parametrize("thing", [nn.Linear(1, 1), torch.optim.SGD([nn.Parameter(torch.ones(1))]), Counting()])
+def test_a_name_that_snapshots_use_for_something_else_is_refused(name: str, thing: Any) -> None:
+    with pytest.raises(ConfigError, match="cannot track anything under the name") as caught:
+        tracked(model=nn.Linear(1, 1)).add(name, thing)
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    "make", [torch.Generator, random.Random, np.random.default_rng, np.random.RandomState, Counting]
+)
+def test_the_generators_of_the_process_are_tracked_and_not_one_of_the_users(make: Any, tmp_path: Path) -> None:
+    generator = make()
+    Checkpointer(tmp_path, job="rng-of-a-user").track(rng=np.True_)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="rng") as caught:
+        Checkpointer(tmp_path, job="rng-of-a-user").track(rng=generator)
+    assert type(generator).__name__ in caught.value.found
+
+
+@pytest.mark.parametrize("fenced", ["mdl", ("model", "ema")])
+def test_what_is_declared_fenced_is_one_of_the_names(fenced: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="fenced") as caught:
+        Checkpointer(tmp_path, job="fenced-names").track(model=nn.Linear(1, 1), fenced=fenced)
+    assert caught.value.found in ("'mdl'", "'ema'")
+
+
+def test_one_name_is_fenced_as_a_whole_and_not_each_name_inside_it(tmp_path: Path) -> None:
+    ckpt = Checkpointer(tmp_path, job="fenced-name")
+    ckpt.track(model=nn.Linear(1, 1), model_ema=nn.Linear(1, 1), fenced="model_ema")
+    assert ckpt._tracked.fenced == {"model_ema"}
 
 
 def test_a_state_dict_comes_back_as_it_was() -> None:

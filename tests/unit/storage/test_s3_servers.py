@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from flashckpt.checkpoint.writer import commit, persist_slot, prefix_of
 from flashckpt.core.generation import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister.housekeeping import sweep_root
-from flashckpt.errors import DamagedError, ObjectMissingError, StoreError
+from flashckpt.errors import DamagedError, FlashckptError, ObjectMissingError, StoreError
 from flashckpt.storage import conditional, s3_session
 from flashckpt.storage.factory import open_store
 from flashckpt.storage.store import PART_BYTES, Store
@@ -100,6 +103,78 @@ def test_server_that_says_slow_down_costs_attempts_and_nothing_else(client: str)
         assert head is not None
         assert head.nbytes == PART_BYTES + 4
         assert not stub.uploads
+        store.close()
+
+
+PASSING = [
+    (500, "InternalError"), (502, ""), (503, "SlowDown"), (507, "InsufficientStorage"), (408, ""), (425, ""), (429, ""),
+    (400, "RequestTimeout"), (400, "BadDigest"), (409, "OperationAborted"), (409, "ConditionalRequestConflict"),
+    (403, "QuotaExceeded"),
+]  # fmt: skip
+PERMANENT = [
+    (301, "PermanentRedirect"), (307, ""), (400, "InvalidArgument"), (400, "ExpiredToken"), (401, ""), (402, ""),
+    (403, "AccessDenied"), (404, "NoSuchBucket"), (405, "MethodNotAllowed"), (405, ""), (410, ""), (411, ""), (501, ""),
+]  # fmt: skip
+
+
+def asks(store: Store) -> dict[str, Callable[[], object]]:
+    big = [memoryview(bytes(PART_BYTES + 1))]
+    return {
+        "list": store.list,
+        "get": partial(store.get, "there"),
+        "put": partial(store.put, "a", b"x"),
+        "condition": partial(store.put_if_absent, "a", b"x"),
+        "part": partial(store.put_object, "b", big, PART_BYTES + 1),
+    }
+
+
+@both
+def test_exit_code_says_whether_trying_again_can_help_whatever_was_asked(client: str) -> None:
+    """The same for the root and for an object in it: what a server does not have today it does not have tomorrow."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    with s3_stub() as stub:
+        store = open_store("s3://bucket/run", **stub.options(backend=client, conditional=True, retries=1))
+        store.put("there", b"x")
+        for kind, ask in asks(store).items():
+            for answer in (*PASSING, *PERMANENT):
+                stub.refused = {kind: answer}
+                with pytest.raises(FlashckptError) as caught:
+                    ask()
+                found.setdefault(f"{kind} {caught.value.settle()}", []).append(answer)
+        store.close()
+    assert found == {
+        f"{kind} {code}": those for kind in asks(store) for code, those in ((41, PASSING), (13, PERMANENT))
+    }
+
+
+@both
+@pytest.mark.parametrize(("answer", "times"), [((500, "InternalError"), 3), ((400, "InvalidArgument"), 1)])
+def test_each_request_is_sent_as_often_as_the_option_retries_says(
+    answer: tuple[int, str], times: int, client: str
+) -> None:
+    """And not once more for each of them by the client below."""
+    sent: dict[str, int] = {}
+    with s3_stub() as stub:
+        store = open_store("s3://bucket/run", **stub.options(backend=client, conditional=True, retries=3))
+        for kind, ask in asks(store).items():
+            stub.refused, start = {kind: answer}, len(stub.asked)
+            with pytest.raises(FlashckptError):
+                ask()
+            queries = [(one.method, re.sub(r"uploadId=[^&]*", "", one.query)) for one in stub.asked[start:]]
+            queries = [one for one in queries if kind != "part" or "partNumber" in one[1]]
+            sent[kind] = max(map(queries.count, queries))
+        store.close()
+    assert sent == dict.fromkeys(asks(store), times)
+
+
+@both
+def test_a_write_at_the_same_time_is_not_taken_for_an_object_that_is_there(client: str) -> None:
+    """S3 answers it with 409, and neither of both need succeed."""
+    with s3_stub(passing={"condition": (409, "ConditionalRequestConflict", 2)}) as stub:
+        store = open_store("s3://bucket/run", **stub.options(backend=client, conditional=True, retries=4))
+        assert store.put_if_absent("claim", b"mine")
+        assert store.get("claim") == b"mine"
+        assert not store.put_if_absent("claim", b"others")
         store.close()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from support.s3 import free_port
 
-from flashckpt.errors import ConfigError, RootError, StoreError
+from flashckpt.errors import ConfigError, FlashckptError, RootError, StoreError
 from flashckpt.storage.factory import open_store
 from flashckpt.storage.webhdfs import HdfsError, _publish
 
@@ -64,7 +64,7 @@ def name_node(request: pytest.FixtureRequest) -> Iterator[NameNode]:
         (("SafeModeException",), StoreError, 3),
         (("IOException", 500), StoreError, 3),
         (("DSQuotaExceededException",), StoreError, 1),
-        (("ParentNotDirectoryException",), StoreError, 1),
+        (("ParentNotDirectoryException",), RootError, 1),
         (("AccessControlException",), RootError, 1),
     ],
     indirect=["name_node"],
@@ -78,6 +78,22 @@ def test_what_may_pass_is_asked_again_and_what_stays_is_not(
         store.folders()
     assert caught.value.found.endswith("Exception: why")  # type: ignore[attr-defined]
     assert name_node.asked == asked
+
+
+@pytest.mark.parametrize("status", [400, 403, 405, 408, 410, 429, 500, 501, 502, 503])
+def test_what_a_gateway_answers_is_permanent_or_not_by_its_status(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flashckpt.storage.webhdfs.FIRST_PAUSE_S", 0.0)
+    with NameNode("", status) as server:
+        server.body = b"<html>Knox</html>"
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        store = open_store(f"webhdfs://127.0.0.1:{server.server_port}/run", user="me", retries=3)
+        with pytest.raises(FlashckptError) as caught:
+            store.get("a")
+        server.shutdown()
+        thread.join()
+    passes = status in (408, 429, 500, 502, 503)
+    assert (caught.value.settle(), server.asked) == ((41, 3) if passes else (13, 1))
     store.close()
 
 

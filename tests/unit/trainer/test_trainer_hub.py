@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import struct
 import subprocess
 import sys
 from dataclasses import replace
@@ -186,6 +187,34 @@ def test_import_and_export_keep_every_bit(name: str, dtype: torch.dtype, tmp_pat
     assert (tmp_path / "back" / "tokenizer.json").read_text() == '{"a tokenizer": true}'
     assert json.loads((tmp_path / "back" / "config.json").read_text())["eos_token_id"] == 7
     assert HubFolder(tmp_path / "back").model == HubFolder(folder).model
+
+
+def set_dtype(folder: Path, part: str, kind: str) -> None:
+    """Change the type that the headers of a folder give to the tensors with `part` in their name."""
+    for path in folder.glob("*.safetensors"):
+        raw = path.read_bytes()
+        (count,) = struct.unpack("<Q", raw[:8])
+        header = json.loads(raw[8 : 8 + count])
+        for entry in (one for name, one in header.items() if part in name):
+            entry["dtype"] = kind
+        text = json.dumps(header).encode()
+        path.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + count :])
+
+
+def test_weights_that_are_no_floating_point_numbers_are_not_imported(tmp_path: Path, capsys: Any) -> None:
+    """As some programs store bfloat16: the bits are there, and what they mean is not."""
+    folder = write_hub(tmp_path / "hf", MODELS["llama"], torch.bfloat16)
+    set_dtype(folder, "norm", "U16")
+    assert main(["hub", "import", str(folder), str(tmp_path / "root")]) == ConfigError.exit_code
+    assert "norm.weight of uint16" in capsys.readouterr().err
+    assert not (tmp_path / "root").exists()
+
+
+def test_experts_of_several_types_are_not_read_as_one(tmp_path: Path, capsys: Any) -> None:
+    folder = write_hub(tmp_path / "hf", MODELS["mixtral"], torch.bfloat16)
+    set_dtype(folder, "experts.1.w2", "F16")
+    assert main(["hub", "import", str(folder), str(tmp_path / "root")]) == ConfigError.exit_code
+    assert "experts.1.w2.weight of float16" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("settings", [

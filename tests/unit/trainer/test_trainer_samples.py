@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -90,6 +92,47 @@ def test_the_tokenizer_of_a_checkpoint_is_the_one_its_run_trained(tmp_path: Path
     (tmp_path / "tokenizer.json").write_text("[]")
     named = {**tokens, "tokenizer": str(tmp_path / "tokenizer.json"), "folder": "nowhere"}
     assert files_of_saved(Recorded(512, data=named)) == {"tokenizer.json": b"[]"}
+
+
+@pytest.mark.parametrize("unread", ["index-1.json", "tokenizer-1.json", "named.json"])
+@pytest.mark.parametrize("name", ["EACCES", "EIO"])
+def test_a_tokenizer_that_cannot_be_read_is_not_replaced_by_another(
+    unread: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither by none, nor by that of `init.from`; `index-1.json` stands for the folder's own file that names it."""
+    (tmp_path / "origin").mkdir()
+    (tmp_path / "origin" / "tokenizer.json").write_text("[]")
+    if unread != "named.json":
+        (tmp_path / "index-1.json").write_text(
+            json.dumps({"settings": {}, "sources": [], "tokenizer": "tokenizer-1.json"})
+        )
+        (tmp_path / "tokenizer-1.json").write_text("{}")
+    (tmp_path / "named.json").write_text("{}")
+    data = {"tokenizer": str(tmp_path / "named.json"), "folder": str(tmp_path), "sources": []}
+    saved = Recorded(256, data=data, init={"from": str(tmp_path / "origin")})
+    assert files_of_saved(saved) == {"tokenizer.json": b"{}"}
+    real = Path.open
+
+    def refuse(path: Path, *args: Any, **options: Any) -> Any:
+        if path.name == unread:
+            raise OSError(getattr(errno, name), os.strerror(getattr(errno, name)), str(path))
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ConfigError, match="the tokenizer of the run cannot be read") as caught:
+        files_of_saved(saved)
+    assert unread in caught.value.found
+    assert caught.value.settle() == (41 if name == "EIO" else 10)
+
+
+def test_a_tokenizer_of_other_settings_in_the_same_folder_is_not_the_runs(tmp_path: Path) -> None:
+    """The folder was prepared again since, with another one; and 256 tokens of an own tokenizer are not bytes."""
+    index = {"settings": {"tokenizer": "", "bpe": 400}, "sources": [], "tokenizer": "tokenizer-2.json"}
+    (tmp_path / "index-2.json").write_text(json.dumps(index))
+    (tmp_path / "tokenizer-2.json").write_text("[]")
+    assert files_of_saved(Recorded(512, data={"bpe": 512, "folder": str(tmp_path), "sources": []})) == {}
+    assert files_of_saved(Recorded(400, data={"bpe": 400, "folder": str(tmp_path), "sources": []})) != {}
+    assert files_of_saved(Recorded(256, data={"tokenizer": "gone", "folder": str(tmp_path), "sources": []})) == {}
 
 
 # -- the demo's words
