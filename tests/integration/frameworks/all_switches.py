@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from flashckpt.errors import SamplerStateError
 from integration.frameworks.run import in_child
 
 Switches = dict[str, Any]
@@ -80,10 +81,11 @@ class Life:
         root: Checkpoint root.
         file: Gets one line for each step.
         steps: It dies when it begins the step after so many; None: it lives to the end.
+        later: The accumulation that a callback of the user sets when training has begun; None: none does.
     """
 
-    def __init__(self, root: Path, file: Path, steps: int | None) -> None:
-        self.root, self.steps, self.done = root, steps, 0
+    def __init__(self, root: Path, file: Path, steps: int | None, *, later: int | None = None) -> None:
+        self.root, self.steps, self.done, self.later = root, steps, 0, later
         self._file, self._words = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), list[str]()
         self._checkpointer: Any = None
 
@@ -138,3 +140,24 @@ def test_killed_after_each_step_it_is_the_unbroken_run(
         in_child(lambda: run(Life(tmp_path / "root", cut, 1)), tmp_path / f"life{at}")
         said = (tmp_path / f"life{at}/out0").read_text()
         assert steps_of(cut)[at:] == [(step, line)], said[-3000:]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("later", [1, 4])
+@pytest.mark.parametrize(
+    ("framework", "setting"), [("lightning", "accumulate_grad_batches"), ("trainer", "gradient_accumulation_steps")]
+)
+def test_accumulation_that_is_changed_behind_the_callback_is_an_error(
+    framework: str, setting: str, later: int, tmp_path: Path, shm_dir: Path
+) -> None:
+    """Two micro-batches of three were planned for each step."""
+    pytest.importorskip(FRAMEWORKS[framework])
+
+    def run() -> None:
+        with pytest.raises(SamplerStateError, match="other samples in a step") as told:
+            live(framework, {setting: 2}, Life(tmp_path / "root", tmp_path / "steps.txt", None, later=later))
+        assert f"{3 * later} samples taken" in told.value.found
+        assert f"global_batch_size={3 * later}" in told.value.remedy
+
+    in_child(run, tmp_path / "life")
+    assert len(steps_of(tmp_path / "steps.txt")) <= 3

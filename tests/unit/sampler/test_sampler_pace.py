@@ -148,6 +148,31 @@ def test_a_loop_that_fetches_ahead_is_not(wrapped: str, options: dict[str, Any],
     batches.close()  # type: ignore[attr-defined]  # a generator
 
 
+@pytest.mark.parametrize("options", [{}, {"workers": 2}])
+@pytest.mark.parametrize("deepest", [2, 3, 15])
+@pytest.mark.parametrize("by", [1, 2])
+def test_a_loop_that_fetches_further_ahead_with_each_step_is_not(
+    options: dict[str, Any], deepest: int, by: int
+) -> None:
+    sampler = ElasticSampler(N, dp_rank=0, dp_size=1, global_batch_size=MICRO)
+    batches, hand = forever(loader_of(sampler, **options)), deque[Any]()
+    for step in range(40):
+        while len(hand) <= min(step * by, deepest):
+            hand.append(next(batches))
+        hand.popleft()
+        sampler.commit()
+
+
+@pytest.mark.parametrize("taken", [2, 4])
+def test_a_loop_whose_first_step_alone_is_of_one_batch_is_told_in_time(taken: int) -> None:
+    """`if number % taken == 0` counted from 0. It takes as a loop that fetches further and further ahead does."""
+    sampler = ElasticSampler(N, dp_rank=0, dp_size=1, global_batch_size=MICRO)
+    batches = forever(loader_of(sampler))
+    train(sampler, batches, 1, 1)
+    with pytest.raises(SamplerStateError, match="takes more samples for each step"):
+        train(sampler, batches, taken, 17)
+
+
 @pytest.mark.parametrize(("batch", "step"), [(4, 1), (4, 3), (10, 9), (9, 10), (3, 7), (1, 4)])
 @pytest.mark.parametrize("by_hand", [True, False])
 def test_a_loop_that_cuts_batches_into_steps_of_another_size_is_not(batch: int, step: int, by_hand: bool) -> None:
