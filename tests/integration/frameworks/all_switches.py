@@ -153,11 +153,14 @@ def test_accumulation_that_is_changed_behind_the_callback_is_an_error(
     """Two micro-batches of three were planned for each step."""
     pytest.importorskip(FRAMEWORKS[framework])
 
+    told = tmp_path / "told"
+
     def run() -> None:
-        with pytest.raises(SamplerStateError, match="other samples in a step") as told:
+        try:
             live(framework, {setting: 2}, Life(tmp_path / "root", tmp_path / "steps.txt", None, later=later))
-        assert f"{3 * later} samples taken" in told.value.found
-        assert f"global_batch_size={3 * later}" in told.value.remedy
+        except SamplerStateError as error:
+            told.write_text(str(error))
 
     in_child(run, tmp_path / "life")
-    assert len(steps_of(tmp_path / "steps.txt")) <= 3
+    assert told.exists(), (tmp_path / "life/out0").read_text()[-3000:]
+    assert f"{3 * later} samples taken" in told.read_text()
