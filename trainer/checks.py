@@ -38,7 +38,7 @@ CHOICES = {
 }
 MINIMUM: Mapping[str, float] = {
     "train.steps": 1, "train.seq_len": 2, "train.global_batch": 1, "train.micro_batch": 1, "train.loss_chunk": 0,
-    "model.vocab": 256, "model.dim": 2, "model.layers": 1, "model.heads": 1, "model.kv_heads": 1, "model.ffn": 1,
+    "model.vocab": 2, "model.dim": 2, "model.layers": 1, "model.heads": 1, "model.kv_heads": 1, "model.ffn": 1,
     "model.rope_base": 1.0, "model.norm_eps": 0.0, "model.experts": 0, "model.experts_per_token": 1,
     "model.head_dim": 0, "model.window": 0, "model.window_from": 0, "model.context": 0, "model.shared_ffn": 0,
     "model.rope_factor": 1.0, "model.rope_context": 0, "model.rope_low": 0.0, "model.rope_high": 0.0,
