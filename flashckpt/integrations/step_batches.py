@@ -74,7 +74,8 @@ class StepBatches(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         self._order.was_drawn_from = True
-        if self._committed and not self._left and (lead := self._taken - self._committed):
+        is_counted = self._committed and self._drawing is not None and self._drawing.is_exact
+        if is_counted and not self._left and (lead := self._taken - self._committed):
             raise errors.other_step(self._committed + lead, self._committed, of_epoch=True)
         self._left = 0 if self._is_finished else len(self) - self.done % self._steps * self._micro
         position = self._order.position
@@ -137,7 +138,7 @@ class StepBatches(Sampler[list[int]]):
 
     def _compare(self, count: int) -> None:
         drawing = self._drawing
-        if drawing is None or drawing.thread != threading.get_ident():
+        if drawing is None or not drawing.is_exact or drawing.thread != threading.get_ident():
             return  # another thread fetches ahead, as far as it likes
         lead = self._taken - self._committed - count
         taken = count + lead - self._pace.lead

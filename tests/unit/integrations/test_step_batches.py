@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -132,10 +133,7 @@ def twice(loader: Any) -> Iterator[Any]:
     return (batch for batch in loader for _ in range(2))
 
 
-WORKERS = [0, 1]
-
-
-@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("wrapped", [iter, prefetched])
 def test_steps_as_they_were_planned_are_taken_over_epochs_and_a_restore(workers: int, wrapped: Any) -> None:
     data, rows = batches(), list[int]()
@@ -152,11 +150,10 @@ def test_steps_as_they_were_planned_are_taken_over_epochs_and_a_restore(workers:
     assert rows == [number for step in trained(batches(), 4 * STEPS) for number in step]
 
 
-@pytest.mark.parametrize("workers", WORKERS)
-def test_an_epoch_of_which_batches_were_left_out_is_an_error_where_the_next_begins(workers: int) -> None:
+def test_an_epoch_of_which_batches_were_left_out_is_an_error_where_the_next_begins() -> None:
     sampler = ElasticSampler(LENGTH, dp_rank=0, dp_size=1, global_batch_size=GLOBAL)
     data = StepBatches(sampler, batch_size=2, steps=2)
-    loader: Any = DataLoader(Numbers(LENGTH), batch_sampler=data, num_workers=workers)
+    loader: Any = DataLoader(Numbers(LENGTH), batch_sampler=data)
     dealt = every_second(loader)
     for _ in range(4):
         next(dealt)
@@ -201,6 +198,7 @@ def test_steps_of_other_batches_than_planned_are_an_error_by_the_third(
 
     with pytest.raises(SamplerStateError, match="other samples in a step") as told:
         train()
+    deque(steps, maxlen=0)  # workers end in peace
     assert "and 8 counted as trained" in told.value.found
     if ahead is iter:
         assert f"{taken} samples taken" in told.value.found
