@@ -50,7 +50,7 @@ MINIMUM: Mapping[str, float] = {
     "optim.eps": 0.0, "ema.every": 1, "optim.clip_norm": 0.0, "optim.clip_value": 0.0,
     "checkpoint.snapshot_every": 1, "checkpoint.persist_every": 1, "checkpoint.keep_last": 1,
     "checkpoint.replicate": 0, "checkpoint.replicate_every": 1, "checkpoint.replicate_rate": 0,
-    "data.holdout_every": 2, "data.bpe": 0, "data.read_ahead": 0, "guard.window": 4, "guard.max_skipped": 1, "guard.spike_mads": 0.0, "guard.norm_mads": 0.0, "guard.max_rollbacks": 0,
+    "data.holdout_every": 2, "data.bpe": 0, "data.read_ahead": 0, "guard.window": 4, "guard.max_interventions": 0, "guard.spike_mads": 0.0, "guard.norm_mads": 0.0,
     "eval.every": 0, "eval.batches": 1, "log.every": 1, "log.peak_tflops": 0.0,
 }  # fmt: skip
 BELOW_ONE = ("model.dropout", "optim.beta1", "optim.beta2", "optim.momentum", "ema.decay", "parallel.outer_momentum")
@@ -97,7 +97,6 @@ NEEDS = (
     Need("train.float8_emulate", "a train.float8", lambda v: v["train"]["float8"] != "off"),
     Need("optim.decay_steps", "an optim.schedule that decays", lambda v: v["optim"]["schedule"] != "constant"),
     Need("optim.min_lr", "an optim.schedule that decays", lambda v: v["optim"]["schedule"] != "constant"),
-    Need("guard.max_rollbacks", 'guard.on_spike = "rollback"', lambda v: v["guard"]["on_spike"] == "rollback"),
     Need("log.wandb_run", "a project: log.wandb", lambda v: bool(v["log"]["wandb"])),
     Need("log.wandb_mode", "a project: log.wandb", lambda v: bool(v["log"]["wandb"])),
     Need("checkpoint.replicate", "a checkpoint.root", lambda v: bool(v["checkpoint"]["root"])),
