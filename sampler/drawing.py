@@ -6,6 +6,8 @@ the stack when it draws for the first time. Whatever is not found draws for itse
 
 from __future__ import annotations
 
+import functools
+import logging
 import sys
 import threading
 import weakref
@@ -14,9 +16,12 @@ from collections.abc import Callable, Sized
 from types import FrameType
 from typing import Any
 
-from torch.utils.data import BatchSampler
-from torch.utils.data.dataloader import _BaseDataLoaderIter
+import torch
+from torch.utils.data import BatchSampler, dataloader
 
+_log = logging.getLogger("flashckpt")
+_ITERATOR: Any = getattr(dataloader, "_BaseDataLoaderIter", None)
+_NAMES, _NAMES_OF_WORKERS = ("_index_sampler", "_next_data", "_num_workers"), ("_task_info", "_prefetch_factor")
 _LOADERS = ("torch.utils.data.dataloader", "torchdata.stateful_dataloader.stateful_dataloader")
 _DEPTH = 24
 """Most frames between a sampler and the loader that draws from it."""
@@ -30,6 +35,7 @@ class Drawing:
         ended: Called when a loader has said to the program that the iteration is over.
 
     Attributes:
+        is_known: Whether a loader, where it is one, has the names by which its batches are counted.
         thread: The one that took from it last.
         is_loader: Whether it is a loader, which says when it is at its end.
         batch: Rows of its batches, of the first where they differ; 0: not known.
@@ -41,8 +47,12 @@ class Drawing:
         self._tasks: Sized = ()
         self._most = 0
         loader = _loader_above()
-        self.is_loader, self.has_workers = loader is not None, hasattr(loader, "_task_info")
-        if loader is None:
+        lacking = _lacking(loader)
+        if lacking:
+            _say_not_counted(lacking)
+        self.is_known = not lacking
+        self.is_loader, self.has_workers = self.is_known and loader is not None, hasattr(loader, "_task_info")
+        if not self.is_loader:
             return
         batches: Any = loader._index_sampler  # noqa: SLF001 -- see above
         if batches is sampler:
@@ -75,8 +85,8 @@ class Drawing:
 
     @property
     def is_exact(self) -> bool:
-        """Whether `taken` is what the program has; else it may be too much: batches of a kind that is not known."""
-        return not self.has_workers or bool(self.batch)
+        """Whether `taken` is what the program has; else it may be too much: batches or a loader of a kind that is not known."""
+        return self.is_known and (not self.has_workers or bool(self.batch))
 
     def cut(self, rows: int) -> None:
         """Note that a batch ends after so many rows of the iteration."""
@@ -97,16 +107,32 @@ class Drawing:
         return max(0, min(rows, (batches - ahead) * self.batch))
 
 
+def _lacking(loader: Any) -> str:
+    """Return the private names, of those that counting needs, that a loader's iterator or this torch lacks."""
+    if _ITERATOR is None:
+        return "_BaseDataLoaderIter"
+    names = () if loader is None else _NAMES + _NAMES_OF_WORKERS * bool(getattr(loader, "_num_workers", 0))
+    return ", ".join(name for name in names if not hasattr(loader, name))
+
+
+@functools.cache  # once
+def _say_not_counted(lacking: str) -> None:
+    """Say that steps are believed."""
+    _log.warning(
+        "the samples that a step really takes are not counted: the loader of torch %s has no %s. What ckpt.step() "
+        "commits is believed: global_batch_size has to be that of one optimizer step",
+        torch.__version__, lacking,
+    )  # fmt: skip
+
+
 def _loader_above() -> Any:
     """Return the loader's iterator that is asking; None if none is."""
     frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 -- there is no other name for it
-    for _ in range(_DEPTH):
+    for _ in range(0 if _ITERATOR is None else _DEPTH):
         if frame is None:
             break
         # the locals of other frames are not looked at: before Python 3.13 a look keeps them alive
-        if frame.f_globals.get("__name__") in _LOADERS and isinstance(
-            found := frame.f_locals.get("self"), _BaseDataLoaderIter
-        ):
+        if frame.f_globals.get("__name__") in _LOADERS and isinstance(found := frame.f_locals.get("self"), _ITERATOR):
             return found
         frame = frame.f_back
     return None

@@ -58,6 +58,22 @@ def too_few(taken: int, samples: int, *, lead: int) -> SamplerStateError:
     )
 
 
+def other_step(taken: int, samples: int, *, of_epoch: bool = False) -> SamplerStateError:
+    """A framework whose steps, or all those of an epoch, are not what its settings gave when training began."""
+    since, line = (
+        ("in an epoch", "")
+        if of_epoch
+        else ("since the last step", f"FlashCheckpoint(..., global_batch_size={taken}); or ")
+    )
+    return SamplerStateError(
+        "the framework trains other samples in a step than its settings say",
+        found=f"{taken} samples taken {since}, over all ranks, and {samples} counted as trained",
+        expected="as many batches in a step as accumulation says when training begins, and every batch of the loader in one",
+        state="The position in the data is that of the last step that was counted.",
+        remedy=line + "leave accumulation and the loader as they are when training begins",
+    )
+
+
 def unknown_size(samples: int | None) -> SamplerStateError:
     """A commit without the number of samples of the step, or with less than one."""
     return SamplerStateError(

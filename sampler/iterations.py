@@ -21,7 +21,8 @@ class LeadWatch:
     """The lead of a loop: samples, over all replicas, that it has taken from one iteration and not yet committed.
 
     A loop may fetch ahead, any number of batches, or cut what it takes into steps of another size: then its lead rises
-    once. One that takes more than it commits has a lead that rises for ever, by as much in each step.
+    once, or in some steps until it is as far ahead as it will be. One that takes more than it commits has a lead that rises
+    for ever, by as much in each step, the first one too.
     """
 
     lead: int
@@ -29,6 +30,7 @@ class LeadWatch:
     taken: int = 0
     high: int | None = None
     first: int = 0
+    at_once: bool = False
     rises: int = 0
     in_a_row: int = 0
 
@@ -43,7 +45,7 @@ class LeadWatch:
         """
         rises = lead - (self.lead if self.high is None else self.high) >= unit
         if self.high is None:
-            self.first = lead
+            self.first, self.at_once = lead, rises
         self.high = lead if rises or self.high is None else self.high
         self.rises += rises
         self.in_a_row = (self.in_a_row if by_hand or taken == self.taken else 0) + 1 if rises else 0
@@ -51,7 +53,8 @@ class LeadWatch:
         if by_hand:
             return self.in_a_row >= _RISES_BY_HAND
         is_far = self.rises >= _RISES and lead - self.first >= _MOST_BATCHES * unit
-        return self.in_a_row >= _RISES_IN_A_ROW or is_far
+        # a loop that fetches ahead may do so further with each step, but one that accumulates does so in the first as well
+        return (self.at_once and self.in_a_row >= _RISES_IN_A_ROW) or is_far
 
 
 class Iterations:

@@ -38,7 +38,7 @@ CHOICES = {
 }
 MINIMUM: Mapping[str, float] = {
     "train.steps": 1, "train.seq_len": 2, "train.global_batch": 1, "train.micro_batch": 1, "train.loss_chunk": 0,
-    "model.vocab": 256, "model.dim": 2, "model.layers": 1, "model.heads": 1, "model.kv_heads": 1, "model.ffn": 1,
+    "model.vocab": 2, "model.dim": 2, "model.layers": 1, "model.heads": 1, "model.kv_heads": 1, "model.ffn": 1,
     "model.rope_base": 1.0, "model.norm_eps": 0.0, "model.experts": 0, "model.experts_per_token": 1,
     "model.head_dim": 0, "model.window": 0, "model.window_from": 0, "model.context": 0, "model.shared_ffn": 0,
     "model.rope_factor": 1.0, "model.rope_context": 0, "model.rope_low": 0.0, "model.rope_high": 0.0,
@@ -48,7 +48,7 @@ MINIMUM: Mapping[str, float] = {
     "parallel.sync_every": 0, "parallel.outer_rate": 0.0,
     "optim.lr": 0.0, "optim.min_lr": 0.0, "optim.warmup_steps": 0, "optim.decay_steps": 0, "optim.weight_decay": 0.0,
     "optim.eps": 0.0, "ema.every": 1, "optim.clip_norm": 0.0, "optim.clip_value": 0.0,
-    "data.holdout_every": 2, "data.bpe": 0, "data.read_ahead": 0, "guard.window": 4, "guard.max_skipped": 1, "guard.spike_mads": 0.0, "guard.norm_mads": 0.0, "guard.max_rollbacks": 0,
+    "data.holdout_every": 2, "data.bpe": 0, "data.read_ahead": 0, "guard.window": 4, "guard.max_interventions": 0, "guard.spike_mads": 0.0, "guard.norm_mads": 0.0,
     "eval.every": 0, "eval.batches": 1, "log.every": 1, "log.peak_tflops": 0.0,
 }  # fmt: skip
 BELOW_ONE = ("model.dropout", "optim.beta1", "optim.beta2", "optim.momentum", "ema.decay", "parallel.outer_momentum")
@@ -95,7 +95,6 @@ NEEDS = (
     Need("train.float8_emulate", "a train.float8", lambda v: v["train"]["float8"] != "off"),
     Need("optim.decay_steps", "an optim.schedule that decays", lambda v: v["optim"]["schedule"] != "constant"),
     Need("optim.min_lr", "an optim.schedule that decays", lambda v: v["optim"]["schedule"] != "constant"),
-    Need("guard.max_rollbacks", 'guard.on_spike = "rollback"', lambda v: v["guard"]["on_spike"] == "rollback"),
     Need("log.wandb_run", "a project: log.wandb", lambda v: bool(v["log"]["wandb"])),
     Need("log.wandb_mode", "a project: log.wandb", lambda v: bool(v["log"]["wandb"])),
     Need("checkpoint.replicate", "a checkpoint.root", lambda v: bool(v["checkpoint"]["root"])),

@@ -70,17 +70,16 @@ class InitConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GuardConfig:
-    """What to do about non-finite values and spikes. `window` in steps.
+    """What to do about non-finite values and spikes. `window` in steps; as many accepted ones earn an intervention back.
 
     In median deviations: `spike_mads` of the loss, up or down; `norm_mads` of the gradient norm, up (0: never).
     """
 
-    max_skipped: int = 5
+    max_interventions: int = 4
     on_spike: str = "warn"
     window: int = 32
     spike_mads: float = 12.0
     norm_mads: float = 0.0
-    max_rollbacks: int = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """A Llama-like model. `ffn` and `dim` count elements; `vocab` 256 means byte tokens.
+    """A Llama-like model. `ffn` and `dim` count elements; `vocab`: tokens; bytes are 256.
 
     Attributes:
         family: Hugging Face's name of the model type ("llama", "qwen3", ...); empty: the one that fits, on export.

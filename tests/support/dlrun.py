@@ -45,7 +45,7 @@ class Launch:
 
     @property
     def output(self) -> str:
-        return self.log.read_text(errors="replace")
+        return self.log.read_text(errors="replace") if self.log.exists() else ""  # made when it starts
 
     def says(self, text: str) -> bool:
         return text in self.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -12,9 +13,8 @@ from urllib.parse import urlsplit
 
 from flashckpt.errors import ConfigError, DataError
 from flashckpt.sampler.datasets.contents import HEAD_BYTES, decoded, refuse_no_text, refuse_other
-from flashckpt.sampler.datasets.reaching import may_pass, reach, unreadable
+from flashckpt.sampler.datasets.reaching import may_pass, reach
 from flashckpt.sampler.datasets.remote_file import RemoteFile, is_remote, local_path
-from flashckpt.sampler.errors import unreachable
 from flashckpt.trainer.data.corpus import stdlib_texts
 from flashckpt.trainer.data.files import file_system, full_name, matching_files
 from flashckpt.trainer.data_config import SourceConfig
@@ -71,6 +71,7 @@ def documents_of(part: TextPart) -> Iterator[str]:
 
     Raises:
         DataError: a file is missing or damaged, or a line or row has no text under `key`.
+        StoreError: a file could not be reached for a while.
     """
     return (text for _, text in placed_documents(part))
 
@@ -205,10 +206,13 @@ def _lines(blob: RemoteFile, first: int, last: int) -> Iterator[tuple[int, bytes
 
 def _rows(part: TextPart) -> Iterator[tuple[str, str]]:
     url = part.urls[0]
-    file = _arrow(url, lambda: _parquet(part.source, url))
-    _check_column(part, file.schema_arrow)
-    table = _arrow(url, lambda: file.read_row_group(part.first, columns=[part.source.key]))
-    for row, text in enumerate(_texts(part, table, f"group {part.first}")):
+
+    def table() -> Any:
+        file = _parquet(part.source, url)
+        _check_column(part, file.schema_arrow)
+        return file.read_row_group(part.first, columns=[part.source.key])
+
+    for row, text in enumerate(_texts(part, _arrow(url, table), f"group {part.first}")):
         yield _checked(part, f"row {row} of group {part.first}", text)
 
 
@@ -221,17 +225,35 @@ def _texts(part: TextPart, table: Any, where: str) -> list[Any]:
 
 
 def _data_set_rows(part: TextPart) -> Iterator[tuple[str, str]]:
-    url, row = part.urls[0], 0
-    with _arrow(url, lambda: _stream(part.source, url)) as reader:
-        _check_column(part, reader.schema)
-        while True:
-            try:
-                batch = _arrow(url, reader.read_next_batch)
-            except StopIteration:
-                return
-            for text in _texts(part, batch, f"the batch of row {row}"):
-                yield _checked(part, f"row {row}", text)
-                row += 1
+    row = 0
+    for batch in _batches(part):
+        for text in _texts(part, batch, f"the batch of row {row}"):
+            yield _checked(part, f"row {row}", text)
+            row += 1
+
+
+def _batches(part: TextPart) -> Iterator[Any]:
+    """Yield the batches of a data set; a stream that broke is opened again, and read up to there."""
+    url, read, kept = part.urls[0], 0, contextlib.ExitStack()
+    reader: Any = None
+
+    def following() -> Any:
+        nonlocal reader
+        if reader is None:
+            reader = kept.enter_context(_stream(part.source, url))
+            _check_column(part, reader.schema)
+            for _ in range(read):
+                reader.read_next_batch()
+        return next(reader, None)
+
+    def forget() -> None:
+        nonlocal reader
+        reader = None
+
+    with kept:
+        while (batch := _arrow(url, following, forget)) is not None:
+            read += 1
+            yield batch
 
 
 def _check_column(part: TextPart, schema: Any) -> None:
@@ -266,21 +288,18 @@ def _opened(source: SourceConfig, url: str) -> Any:
     return filesystem.open(url, "rb", cache_type="readahead")
 
 
-def _arrow(url: str, work: Callable[[], Any]) -> Any:
-    try:
-        return work()
-    except StopIteration:
-        raise
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            "pyarrow is needed for Parquet files and data sets",
-            found=str(error),
-            remedy="pip install 'flashckpt[data]'",
-        ) from error
-    except Exception as error:
-        if may_pass(error):  # what was read of a file is lost with it: `data prepare` begins the part again
-            raise unreachable(url, error, 0.0) from error
-        raise unreadable(url, error) from error
+def _arrow(url: str, work: Callable[[], Any], forget: Callable[[], None] = lambda: None) -> Any:
+    def asked() -> Any:
+        try:
+            return work()
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                "pyarrow is needed for Parquet files and data sets",
+                found=str(error),
+                remedy="pip install 'flashckpt[data]'",
+            ) from error
+
+    return reach(url, asked, forget=forget)
 
 
 _READERS: dict[str, Callable[[TextPart], Iterator[tuple[str, str]]]] = {

@@ -12,7 +12,7 @@ import torch
 from flashckpt.sampler import Mixture
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.data.corpus import read_index
-from flashckpt.trainer.data.prepared import read_prepared
+from flashckpt.trainer.data.prepared import check_prepared, read_prepared
 from flashckpt.trainer.data.token_windows import Windows, open_windows, refuse_outside, too_short
 from flashckpt.trainer.data.windows import NO_TARGET, Batch, Data, TokenDataset
 
@@ -103,9 +103,11 @@ def open_data(config: RunConfig, split: str) -> Data:
 
     Raises:
         DataError: nothing is prepared, or there is not one window.
+        ConfigError: the model has fewer tokens than bytes are.
     """
     if config.data.sources:
         return MixedDataset(config, split)
+    check_prepared(config)
     return TokenDataset(config.data.folder, split, config.train.seq_len)
 
 

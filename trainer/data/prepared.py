@@ -9,7 +9,7 @@ from flashckpt.errors import ConfigError, DataError
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.data.prepare import VERSION, index_name, read_indexes, settings_of, sizes_of
 from flashckpt.trainer.data.token_windows import check_token_files, too_short
-from flashckpt.trainer.data.vocabulary import digest_of
+from flashckpt.trainer.data.vocabulary import BYTES, digest_of
 from flashckpt.trainer.data_config import DataConfig
 
 _PREPARE = "run: python -m flashckpt.trainer data prepare --config FILE.toml"
@@ -140,11 +140,12 @@ def check_prepared(config: RunConfig) -> dict[str, Any] | None:
         ConfigError: the tokenizer has more tokens than the model.
     """
     index = read_prepared(config.data)
-    if index is not None and index["vocab"] > config.model.vocab:
+    tokens = BYTES if not config.data.sources else 0 if index is None else index["vocab"]
+    if tokens > config.model.vocab:
         raise ConfigError(
             "the tokenizer has more tokens than the model",
             found=f"model.vocab = {config.model.vocab}",
-            expected=f"{index['vocab']} or more, as the data in {config.data.folder} was tokenised",
+            expected=f"{tokens} or more, as the data in {config.data.folder} is tokenised",
             state="Nothing was started.",
             remedy="raise model.vocab, or prepare the data with the tokenizer of the model",
         )

@@ -15,6 +15,8 @@ from flashckpt.errors import ConfigError, DataError, FlashckptError
 from flashckpt.sampler.datasets.remote_file import RemoteFile
 from flashckpt.trainer.hub.byte_tokenizer import byte_tokenizer
 
+BYTES = 256
+"""Tokens of text that is read as bytes."""
 END_TOKEN = "<|endoftext|>"  # noqa: S105 -- a token of text
 """What a BPE that is trained here puts between documents."""
 KNOWN_ENDS = (END_TOKEN, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|end|>", "[EOS]", "[SEP]")
@@ -36,7 +38,7 @@ class Vocabulary:
     """
 
     def __init__(self, text: bytes, end_token: str = "", *, name: str = "bytes") -> None:
-        self.name, self._tokenizer, self.size, self.end = name, None, 256, 0
+        self.name, self._tokenizer, self.size, self.end = name, None, BYTES, 0
         self.files = byte_tokenizer() if not text else {"tokenizer.json": text}
         self.digest = _digest(text, end_token)
         if text:

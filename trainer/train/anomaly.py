@@ -22,10 +22,9 @@ _REMEDY = (
 class Guard:
     """Counts interventions and compares loss and gradient norm with windows of recent ones.
 
-    No intervention lasts for ever: `max_skipped` steps in a row that did not train, for whatever reason, end the run,
-    and so does one rollback more than `max_rollbacks`. An accepted step makes up for skipped ones, `window` accepted steps
-    that were not reached before for rollbacks. What a skipped step showed is in the windows all the same: a level that
-    stays is no spike for long.
+    No intervention lasts for ever, and no mixture of them does: skipped steps and rollbacks, for whatever reason, are paid
+    from one budget of `max_interventions`, to which `window` accepted steps that were not reached before give one back. What
+    a skipped step showed is in the windows all the same: a level that stays is no spike for long.
 
     Its state is part of every checkpoint, so a resumed run decides like the unbroken one.
     """
@@ -37,43 +36,52 @@ class Guard:
         self.window: list[float] = []
         self.norms: list[float] = []
         self.skipped = 0
-        self.in_a_row = 0
-        self.rollbacks = 0
-        self.since_rollback = 0
+        self.spent = 0
+        self.earned = 0
         self.reached = 0
-        self._step, self._before = 0, 0
+        self._step = 0
 
     def admit(self, loss: float, norm: float, *, step: int) -> bool:
         """Return whether the optimizer may step, unless the step turns out to be a spike that is skipped.
 
         Raises:
-            DivergedError: `max_skipped` steps in a row did not train.
+            DivergedError: it may not, and the budget is used up.
         """
-        self._step, self._before = step, self.in_a_row
+        self._step = step
         if math.isfinite(loss) and math.isfinite(norm):
-            self.in_a_row = 0
             return True
-        self._count_skip("was not finite", loss, norm, expected="finite numbers")
+        self.skipped += 1
+        self._spend("was not finite", loss, norm, expected="finite numbers")
         return False
 
     def skip_spike(self, loss: float, norm: float) -> None:
         """Count a spike that is not trained.
 
         Raises:
-            DivergedError: `max_skipped` steps in a row did not train.
+            DivergedError: the budget is used up.
         """
-        self._count_skip("spiked or was not finite", loss, norm, expected=self._usual())
+        self.skipped += 1
+        self._spend("spiked", loss, norm, expected=self._usual())
         self._see(loss, norm)
 
-    def _count_skip(self, what: str, loss: float, norm: float, *, expected: str) -> None:
-        self.skipped += 1
-        self.in_a_row = self._before + 1
-        if self.in_a_row >= self.config.max_skipped:
+    def count_rollback(self, loss: float, norm: float) -> None:
+        """Count a spike for which the run is rolled back.
+
+        Raises:
+            DivergedError: the budget is used up.
+        """
+        self._spend("spiked", loss, norm, expected=self._usual())
+        self.reached = max(self.reached, self._step)
+
+    def _spend(self, what: str, loss: float, norm: float, *, expected: str) -> None:
+        self.spent += 1
+        if self.spent > self.config.max_interventions:
             raise DivergedError(
-                f"loss or gradient {what} for {self.in_a_row} steps in a row",
-                found=f"step {self._step}: loss {loss}, gradient norm {norm}",
+                f"the loss or the gradient norm {what}, and the budget of interventions is used up",
+                found=f"step {self._step}: loss {loss}, gradient norm {norm}; {self.config.max_interventions} steps skipped "
+                f"or rolled back that accepted steps have not made up for ({self.config.window} for each)",
                 expected=expected,
-                state=f"The parameters are those of step {self._step - self.in_a_row}, the last that was accepted.",
+                state="The parameters are those of the last accepted step.",
                 remedy=_REMEDY,
             )
 
@@ -98,9 +106,9 @@ class Guard:
         self._see(loss, norm)
         if self._step > self.reached:  # steps before a rollback that are trained again earn nothing
             self.reached = self._step
-            self.since_rollback += 1
-            if self.since_rollback >= self.config.window:
-                self.rollbacks = 0
+            self.earned += 1
+            if self.earned >= self.config.window:
+                self.spent, self.earned = max(0, self.spent - 1), 0
 
     def _see(self, loss: float, norm: float) -> None:
         self.window = [*self.window, loss][-self.config.window :]
@@ -115,29 +123,11 @@ class Guard:
 
     def budget(self) -> tuple[int, int, int]:
         """Return what a rollback must not give back."""
-        return self.in_a_row, self.rollbacks, self.reached
+        return self.spent, self.earned, self.reached
 
     def keep_budget(self, budget: tuple[int, int, int]) -> None:
         """Continue with a budget after a rollback has brought back earlier counters."""
-        self.in_a_row, self.rollbacks, self.reached = budget
-        self.since_rollback = 0
-
-    def count_rollback(self, *, step: int, loss: float, norm: float) -> None:
-        """Count one rollback.
-
-        Raises:
-            DivergedError: `max_rollbacks` are used up.
-        """
-        self.rollbacks += 1
-        self.reached, self.in_a_row = max(self.reached, step), self._before
-        if self.rollbacks > self.config.max_rollbacks:
-            raise DivergedError(
-                f"the loss or the gradient norm spiked again after {self.config.max_rollbacks} rollbacks",
-                found=f"step {step}: loss {loss}, gradient norm {norm}",
-                expected=self._usual(),
-                state="The parameters are those of the step before.",
-                remedy=_REMEDY,
-            )
+        self.spent, self.earned, self.reached = budget
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters and the window."""
@@ -145,16 +135,14 @@ class Guard:
             "window": list(self.window),
             "norms": list(self.norms),
             "skipped": self.skipped,
-            "in_a_row": self.in_a_row,
-            "rollbacks": self.rollbacks,
-            "since_rollback": self.since_rollback,
+            "spent": self.spent,
+            "earned": self.earned,
             "reached": self.reached,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with recorded counters."""
+        """Continue with recorded counters; those of an earlier release begin with a full budget."""
         self.window = [float(value) for value in state["window"]]
         self.norms = [float(value) for value in state.get("norms", [])]
-        self.skipped, self.in_a_row = int(state["skipped"]), int(state["in_a_row"])
-        self.rollbacks = int(state["rollbacks"])
-        self.since_rollback, self.reached = int(state.get("since_rollback", 0)), int(state.get("reached", 0))
+        self.skipped = int(state["skipped"])
+        self.spent, self.earned, self.reached = (int(state.get(name, 0)) for name in ("spent", "earned", "reached"))

@@ -309,7 +309,7 @@ class Trainer:
         if self.reporter is not None:
             self.reporter.spike(step, totals.loss, totals.norm, self.data.global_ids(), action)
         if action == "rollback":
-            self.guard.count_rollback(step=step, loss=totals.loss, norm=totals.norm)
+            self.guard.count_rollback(totals.loss, totals.norm)
             raise SpikeError(step, self.data.position_after_next())
         if action == "skip":
             self.guard.skip_spike(totals.loss, totals.norm)

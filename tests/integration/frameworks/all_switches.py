@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from flashckpt.errors import SamplerStateError
 from integration.frameworks.run import in_child
 
 Switches = dict[str, Any]
@@ -89,10 +90,11 @@ class Life:
         root: Checkpoint root.
         file: Gets one line for each step.
         steps: It dies when it begins the step after so many; None: it lives to the end.
+        later: The accumulation that a callback of the user sets when training has begun; None: none does.
     """
 
-    def __init__(self, root: Path, file: Path, steps: int | None) -> None:
-        self.root, self.steps, self.done = root, steps, 0
+    def __init__(self, root: Path, file: Path, steps: int | None, *, later: int | None = None) -> None:
+        self.root, self.steps, self.done, self.later = root, steps, 0, later
         self._file, self._words = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), list[str]()
         self._checkpointer: Any = None
 
@@ -172,3 +174,27 @@ def test_what_lightning_does_and_a_restart_does_not_continue_is_said(said: str, 
     for life in ("first", "second"):
         in_child(lives, tmp_path / life)
     assert said in (tmp_path / "second/out0").read_text()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("later", [1, 4])
+@pytest.mark.parametrize(
+    ("framework", "setting"), [("lightning", "accumulate_grad_batches"), ("trainer", "gradient_accumulation_steps")]
+)
+def test_accumulation_that_is_changed_behind_the_callback_is_an_error(
+    framework: str, setting: str, later: int, tmp_path: Path, shm_dir: Path
+) -> None:
+    """Two micro-batches of three were planned for each step."""
+    pytest.importorskip(FRAMEWORKS[framework])
+
+    told = tmp_path / "told"
+
+    def run() -> None:
+        try:
+            live(framework, {setting: 2}, Life(tmp_path / "root", tmp_path / "steps.txt", None, later=later))
+        except SamplerStateError as error:
+            told.write_text(str(error))
+
+    in_child(run, tmp_path / "life")
+    assert told.exists(), (tmp_path / "life/out0").read_text()[-3000:]
+    assert f"{3 * later} samples taken" in told.read_text()

@@ -62,6 +62,8 @@ class Steps(lightning.Callback):  # type: ignore[misc]
 
     def on_train_start(self, trainer, module):
         self.done = trainer.global_step
+        if later := self.life.later:
+            trainer.accumulate_grad_batches = later
 
     def on_train_batch_end(self, trainer, module, *args):
         if trainer.global_step != self.done:

@@ -38,6 +38,10 @@ class Steps(TrainerCallback):  # type: ignore[misc]
     def __init__(self, life: Any) -> None:
         self.life = life
 
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if later := self.life.later:
+            args.gradient_accumulation_steps = later
+
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.life.begins()
 

@@ -76,6 +76,18 @@ def refused(done: subprocess.CompletedProcess[str], code: int, words: str) -> No
     assert "Traceback" not in done.stderr
 
 
+def test_a_vocabulary_below_that_of_bytes_is_trained_and_scored_on_tokens_and_refused_on_bytes(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "text")
+    np.tile(np.arange(20), 500).astype("<u2").tofile(tmp_path / "t.bin")
+    tokens = {"source": ["stdlib"], "sources": [{"kind": "tokens", "urls": [str(tmp_path / "t.bin")]}]}
+    few = {"model": {"vocab": 20}, "eval": {"every": 4, "batches": 1}}
+    done = command(tmp_path, "tokens", data=tokens, **few)
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "tokens/trace.jsonl").read_text().splitlines()) == STEPS
+    refused(command(tmp_path, "bytes", data={"source": [f"{tmp_path}/text/*/*.txt"]}, **few), 10, "256 or more")
+    refused(command(tmp_path, "fewer", data=tokens, model={"vocab": 19}), 10, "0 to 18 (model.vocab)")
+
+
 def test_prepare_train_change_and_be_refused(tmp_path: Path) -> None:
     write_corpus(tmp_path / "text")
     data = sources(tmp_path)

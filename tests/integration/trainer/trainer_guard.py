@@ -57,7 +57,7 @@ def run_judged(_rank: int, config_values: Any, spike_at: int, nan_at: int) -> An
         trainer.guard.admit = admit.__get__(trainer.guard)  # type: ignore[method-assign]  # what the loop asks
         trainer.guard.is_spike = lambda loss: visits[-1] == spike_at and visits.count(spike_at) == 1  # type: ignore[method-assign]
         code = trainer.run()
-        return {"code": code, "visits": visits, "rollbacks": trainer.guard.rollbacks, "skipped": trainer.guard.skipped}
+        return {"code": code, "visits": visits, "spent": trainer.guard.spent, "skipped": trainer.guard.skipped}
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def plain(text: Any) -> Any:
 def test_a_spike_rolls_back_to_memory_and_its_samples_are_left_out(text: Any, plain: Any) -> None:
     checkpoint = {"root": str(text[0] / "root"), "job": "test-spike", "snapshot_every": 2}
     told, trace = run(text, "spike", spike_at=6, guard={"on_spike": "rollback"}, checkpoint=checkpoint)
-    assert told == {"code": 0, "visits": [1, 2, 3, 4, 5, 6, 5, 6, 7, 8, 9], "rollbacks": 1, "skipped": 0}
+    assert told == {"code": 0, "visits": [1, 2, 3, 4, 5, 6, 5, 6, 7, 8, 9], "spent": 1, "skipped": 0}
     assert [line["step"] for line in trace] == list(range(1, STEPS + 1))
     assert [line["loss"] for line in trace[:4]] == [line["loss"] for line in plain[:4]]
     # step 4 was the snapshot, step 6 the spike: what these trained is left out, the stream goes on behind it

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support.counting import Numbers
 from torch.utils.data import DataLoader
 
 from flashckpt.errors import SamplerStateError
@@ -107,3 +111,96 @@ def test_a_loader_of_another_order_is_alike_in_everything_else() -> None:
 def test_state_of_something_else_is_refused() -> None:
     with pytest.raises(SamplerStateError, match="not one of this callback"):
         batches().load_state_dict({"position": 3})
+
+
+def prefetched(loader: Any) -> Iterator[Any]:
+    """As Lightning does: one batch ahead."""
+    batches = iter(loader)
+    ahead = next(batches)
+    for batch in batches:
+        yield ahead
+        ahead = batch
+    yield ahead
+
+
+def every_second(loader: Any) -> Iterator[Any]:
+    """As a user's wrapper may: it leaves batches out."""
+    return itertools.islice(iter(loader), 0, None, 2)
+
+
+def twice(loader: Any) -> Iterator[Any]:
+    """As a user's wrapper may: it gives batches again."""
+    return (batch for batch in loader for _ in range(2))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("wrapped", [iter, prefetched])
+def test_steps_as_they_were_planned_are_taken_over_epochs_and_a_restore(workers: int, wrapped: Any) -> None:
+    data, rows = batches(), list[int]()
+    for life in range(2):
+        loader: Any = DataLoader(Numbers(LENGTH), batch_sampler=data, num_workers=workers)
+        for _ in range(2):
+            for number, batch in enumerate(wrapped(loader), start=1):
+                rows += batch.tolist()
+                if number % 4 == 0:
+                    data.commit()
+        state, data = data.state_dict(), batches()
+        data.load_state_dict(state)
+        assert data.done == 2 * STEPS * (life + 1)
+    assert rows == [number for step in trained(batches(), 4 * STEPS) for number in step]
+
+
+def test_an_epoch_of_which_batches_were_left_out_is_an_error_where_the_next_begins() -> None:
+    sampler = ElasticSampler(LENGTH, dp_rank=0, dp_size=1, global_batch_size=GLOBAL)
+    data = StepBatches(sampler, batch_size=2, steps=2)
+    loader: Any = DataLoader(Numbers(LENGTH), batch_sampler=data)
+    dealt = every_second(loader)
+    for _ in range(4):
+        next(dealt)
+    data.commit()
+    assert next(dealt, None) is None
+    with pytest.raises(SamplerStateError, match="other samples in a step") as told:
+        next(iter(loader))
+    assert "16 samples taken in an epoch, over all ranks, and 8 counted" in told.value.found
+
+
+def test_an_epoch_that_is_left_before_its_end_continues_and_a_look_at_all_of_it_does_not_count() -> None:
+    data = batches()
+    loader: Any = DataLoader(Numbers(LENGTH), batch_sampler=data)
+    assert len(list(loader)) == len(loader)
+    rows = list[int]()
+    for _ in range(STEPS):
+        steps = iter(loader)
+        for _ in range(4):
+            rows += next(steps).tolist()
+        data.commit()
+        next(steps, None)  # one batch more
+    assert rows == [number for step in trained(batches(), STEPS) for number in step]
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "wrapped", "taken"),
+    [(2, iter, 4), (1, iter, 2), (8, iter, 16), (4, twice, 4), (4, every_second, 16)],
+)
+@pytest.mark.parametrize(("workers", "ahead"), [(0, iter), (0, prefetched), (1, iter)])
+def test_steps_of_other_batches_than_planned_are_an_error_by_the_third(
+    accumulation: int, wrapped: Any, taken: int, workers: int, ahead: Any
+) -> None:
+    """Steps of 8 samples are planned, in 4 micro-batches."""
+    data = batches()
+    steps = iter(ahead(wrapped(DataLoader(Numbers(LENGTH), batch_sampler=data, num_workers=workers))))
+
+    def train() -> None:
+        for _ in range(3):
+            for _ in range(accumulation):
+                next(steps)
+            data.commit()
+
+    with pytest.raises(SamplerStateError, match="other samples in a step") as told:
+        train()
+    deque(steps, maxlen=0)  # workers end in peace
+    assert "and 8 counted as trained" in told.value.found
+    if ahead is iter:
+        assert f"{taken} samples taken" in told.value.found
+        assert f"global_batch_size={taken}" in told.value.remedy
+    assert data.order.position == data.done * GLOBAL, "what was wrong is not counted"

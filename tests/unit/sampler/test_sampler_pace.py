@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -10,10 +11,10 @@ from typing import Any
 
 import pytest
 from support.counting import Numbers
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, dataloader
 
 from flashckpt.errors import SamplerStateError
-from flashckpt.sampler import ElasticBatchSampler, ElasticSampler
+from flashckpt.sampler import ElasticBatchSampler, ElasticSampler, drawing
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # of torch, by torchdata
 N, MICRO = 202, 4
@@ -148,6 +149,31 @@ def test_a_loop_that_fetches_ahead_is_not(wrapped: str, options: dict[str, Any],
     batches.close()  # type: ignore[attr-defined]  # a generator
 
 
+@pytest.mark.parametrize("options", [{}, {"workers": 2}])
+@pytest.mark.parametrize("deepest", [2, 3, 15])
+@pytest.mark.parametrize("by", [1, 2])
+def test_a_loop_that_fetches_further_ahead_with_each_step_is_not(
+    options: dict[str, Any], deepest: int, by: int
+) -> None:
+    sampler = ElasticSampler(N, dp_rank=0, dp_size=1, global_batch_size=MICRO)
+    batches, hand = forever(loader_of(sampler, **options)), deque[Any]()
+    for step in range(40):
+        while len(hand) <= min(step * by, deepest):
+            hand.append(next(batches))
+        hand.popleft()
+        sampler.commit()
+
+
+@pytest.mark.parametrize("taken", [2, 4])
+def test_a_loop_whose_first_step_alone_is_of_one_batch_is_told_in_time(taken: int) -> None:
+    """`if number % taken == 0` counted from 0. It takes as a loop that fetches further and further ahead does."""
+    sampler = ElasticSampler(N, dp_rank=0, dp_size=1, global_batch_size=MICRO)
+    batches = forever(loader_of(sampler))
+    train(sampler, batches, 1, 1)
+    with pytest.raises(SamplerStateError, match="takes more samples for each step"):
+        train(sampler, batches, taken, 17)
+
+
 @pytest.mark.parametrize(("batch", "step"), [(4, 1), (4, 3), (10, 9), (9, 10), (3, 7), (1, 4)])
 @pytest.mark.parametrize("by_hand", [True, False])
 def test_a_loop_that_cuts_batches_into_steps_of_another_size_is_not(batch: int, step: int, by_hand: bool) -> None:
@@ -177,6 +203,28 @@ def test_another_iterator_between_two_steps_does_not_count() -> None:
         for _ in loader:
             pass
     assert sampler.position == 90 * MICRO
+
+
+@pytest.mark.parametrize("missing", ["_index_sampler", "_task_info", "_BaseDataLoaderIter"])
+def test_with_a_torch_that_has_other_names_nothing_is_counted_and_that_is_said_once(
+    missing: str, monkeypatch: Any, caplog: Any
+) -> None:
+    def there(self: Any, name: str) -> Any:
+        if name == missing and not sys._getframe(1).f_globals["__name__"].startswith("torch."):
+            raise AttributeError(name)
+        return object.__getattribute__(self, name)
+
+    drawing._say_not_counted.cache_clear()
+    monkeypatch.setattr(dataloader._BaseDataLoaderIter, "__getattribute__", there, raising=False)
+    if missing == "_BaseDataLoaderIter":
+        monkeypatch.setattr(drawing, "_ITERATOR", None)
+    for taken in (1, 2):
+        sampler = ElasticSampler(N, dp_rank=0, dp_size=1, global_batch_size=MICRO)
+        train(sampler, forever(loader_of(sampler, workers=int(missing == "_task_info"))), taken, 20)
+        assert sampler.position == 20 * MICRO
+    said = [record.getMessage() for record in caplog.records if "are not counted" in record.getMessage()]
+    assert len(said) == 1
+    assert f"has no {missing}" in said[0]
 
 
 def leaving_out(sampler: ElasticSampler, batches: Iterator[Any], times: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import json
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,10 +21,12 @@ from flashckpt.sampler import ParquetRows, TokenFile
 from flashckpt.sampler.datasets import reaching
 from flashckpt.sampler.datasets.remote_file import RemoteFile
 from flashckpt.trainer.config import from_values
+from flashckpt.trainer.data.documents import documents_of, parts_of
 from flashckpt.trainer.data.files import matching_files
 from flashckpt.trainer.data.mixed import MixedDataset
 from flashckpt.trainer.data.training_data import TrainingData
 from flashckpt.trainer.data.vocabulary import read_vocabulary
+from flashckpt.trainer.data_config import SourceConfig
 
 
 class Server:
@@ -307,3 +310,37 @@ def test_rows_of_parquet_are_waited_for(server: Server, clock: Clock, monkeypatc
     clock.after, clock.happens = 2, lambda: come_back(server)
     assert [rows[number]["n"] for number in (0, 1999, 3999)] == [0, 1999, 3999]
     assert clock.waits == [0.5, 1.0]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "datasets"])
+def test_a_data_set_that_breaks_off_at_any_request_is_read_to_its_end(kind: str, server: Server, clock: Clock) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    texts = [
+        np.random.default_rng(number).bytes(2 << 20).hex() for number in range(6)
+    ]  # several requests for each file
+    table = pa.table({"text": texts})
+    if kind == "parquet":
+        pq.write_table(table, server.folder / "a.parquet", row_group_size=4)
+    else:
+        with pa.OSFile(str(server.folder / "a.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as out:
+            out.write_table(table, max_chunksize=2)
+        (server.folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "a.arrow"}]}))
+    source = SourceConfig(kind=kind, urls=(f"{server.url}/a.parquet" if kind == "parquet" else server.url,))
+
+    def come_back_for_good() -> None:
+        server.away, server.away_after = "", 0
+
+    def read() -> list[str]:
+        return [text for part in parts_of(source) for text in documents_of(part)]
+
+    assert read() == texts
+    requests = server.asked
+    clock.happens = come_back_for_good
+    for after in range(1, requests):
+        server.asked, server.away_after = 0, after
+        assert read() == texts, f"away after {after} of {requests} requests"
+    assert len(clock.waits) == requests - 1 >= 6
+    server.away = "503"
+    clock.happens = bool
+    with pytest.raises(StoreError, match="cannot be reached"):
+        read()

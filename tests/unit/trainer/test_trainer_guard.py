@@ -18,7 +18,7 @@ from flashckpt.trainer.train.anomaly import Guard
 from flashckpt.trainer.train.record import SpikeError
 from flashckpt.trainer.train.step import Totals
 
-WINDOW, EVERY = 8, 5
+WINDOW, EVERY, BUDGET = 8, 5, 3
 POLICIES = ("warn", "skip", "rollback")
 LOSSES = {"fine": 3.0, "spike": 9.0, "nan": math.nan}
 
@@ -27,7 +27,7 @@ class Run:
     """The part of a run that the guard decides: its real decision over losses that are given, snapshots and rollbacks."""
 
     def __init__(self, policy: str) -> None:
-        settings = GuardConfig(on_spike=policy, window=WINDOW, max_skipped=4, max_rollbacks=2)
+        settings = GuardConfig(on_spike=policy, window=WINDOW, max_interventions=BUDGET)
         self.guard, self.config = Guard(settings), SimpleNamespace(guard=settings)
         self.record = SimpleNamespace(settings_changed=False)
         self.reporter = self.parallel = None
@@ -57,8 +57,8 @@ class Run:
 
     def train(self, losses: Iterable[float], steps: int) -> bool:
         """Return whether the steps were reached; else the guard has ended the run."""
-        rollbacks = (self.guard.config.max_rollbacks + 1) * (steps // WINDOW + 2)
-        at_most = self.visits + steps + rollbacks * (EVERY + self.guard.config.max_skipped)
+        interventions = BUDGET + steps // WINDOW + 1
+        at_most = self.visits + steps + interventions * (EVERY + BUDGET)
         for loss in losses:
             if self.done >= steps:
                 return True
@@ -67,8 +67,7 @@ class Run:
             except DivergedError:
                 return False
             assert self.visits <= at_most, "the run trains the same steps again and again"
-            most = self.guard.config.max_skipped - 1 + self.guard.config.max_rollbacks
-            assert self.since <= most, "steps in a row that change nothing"
+            assert self.since <= BUDGET, "steps in a row that change nothing"
         raise AssertionError("too few losses")
 
 
@@ -122,24 +121,35 @@ def test_every_second_step_of_another_level_is_trained_in_the_end() -> None:
     assert all(run.step(loss) for loss in itertools.islice(losses, 1, 20))
 
 
-def test_rollbacks_are_earned_back_by_new_steps_alone() -> None:
-    guard = Guard(GuardConfig(on_spike="rollback", window=4, max_rollbacks=1))
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_few_steps_without_a_finite_loss_end_the_run_and_one_now_and_then_does_not(policy: str) -> None:
+    for gap, goes_on in ((1, False), (WINDOW // 2, False), (WINDOW, True)):
+        losses = itertools.cycle([math.nan, *[3.0] * gap])
+        assert Run(policy).train(losses, 40 * WINDOW) == goes_on
+
+
+def test_interventions_are_earned_back_by_new_steps_alone() -> None:
+    guard = Guard(GuardConfig(on_spike="rollback", window=4, max_interventions=1))
 
     def accept(steps: Iterable[int]) -> None:
         for step in steps:
             assert guard.admit(3.0, 1.0, step=step)
             guard.record(3.0, 1.0)
 
-    accept(range(1, 10))
-    guard.count_rollback(step=10, loss=9.0, norm=1.0)
+    def spike(step: int) -> None:
+        assert guard.admit(9.0, 1.0, step=step)
+        guard.count_rollback(9.0, 1.0)
+
+    accept(range(1, 9))
+    spike(9)
     guard.keep_budget(guard.budget())
     accept(range(5, 10))  # again
-    assert guard.rollbacks == 1
-    with pytest.raises(DivergedError, match="after 1 rollbacks"):
-        guard.count_rollback(step=10, loss=9.0, norm=1.0)
-    guard.rollbacks = 1
+    assert guard.spent == 1
+    with pytest.raises(DivergedError, match="1 steps skipped or rolled back"):
+        spike(9)
+    guard.spent = 1
     accept(range(10, 15))
     resumed = Guard(guard.config)
     resumed.load_state_dict(guard.state_dict())
-    assert resumed.rollbacks == 0
+    assert resumed.spent == 0
     assert resumed.state_dict() == guard.state_dict()

@@ -47,7 +47,7 @@ MODELS: dict[str, ModelConfig] = {
     "llama": ModelConfig(
         **SMALL, rope_scaling="llama3", rope_factor=8.0, rope_context=8, rope_low=1.5, rope_high=3.0, context=64
     ),
-    "mistral": ModelConfig(**SMALL, window=8, head_dim=6),
+    "mistral": ModelConfig(**{**SMALL, "vocab": 30}, window=8, head_dim=6),
     "qwen2": ModelConfig(**SMALL, qkv_bias=True, tied_embeddings=True, window=8, window_from=1),
     "qwen3": ModelConfig(
         **SMALL, qk_norm=True, head_dim=8, rope_scaling="yarn", rope_factor=4.0, rope_context=8, rope_beta_fast=16.0
@@ -143,7 +143,7 @@ def test_what_our_model_would_compute_otherwise_is_refused(name: str, change: An
     assert str(folder / "config.json") in str(refused.value)
 
 
-@pytest.mark.parametrize(("key", "value"), [("num_hidden_layers", 2.5), ("vocab_size", 17), ("rms_norm_eps", -1.0)])
+@pytest.mark.parametrize(("key", "value"), [("num_hidden_layers", 2.5), ("vocab_size", 1), ("rms_norm_eps", -1.0)])
 def test_numbers_of_a_config_json_are_judged_as_those_of_a_run(key: str, value: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.(layers|vocab|norm_eps)"):
         HubFolder(write_hub(tmp_path / "hf", MODELS["llama"], **{key: value}))
