@@ -246,7 +246,7 @@ def _warn_of_callbacks(trainer: Any) -> None:
     others = [type(one) for one in trainer.callbacks if not isinstance(one, Checkpoint)]
     if kept := [kind.__name__ for kind in others if kind.state_dict is not Callback.state_dict]:
         _log.warning(
-            "the state of %s is in no snapshot: after a restart it begins anew, and what it does may be other than without one",
+            "the state of %s is in no snapshot: after a restart it begins again, and may act otherwise than without one",
             ", ".join(kept),
         )  # fmt: skip
 
@@ -261,7 +261,7 @@ def _refuse_settings(trainer: Any, pl_module: Any) -> None:
             type(other) is GradientAccumulationScheduler and other.scheduling != {0: trainer.accumulate_grad_batches}
             for other in trainer.callbacks
         ),
-        # it puts a scheduler of its own in the place of the program's, and keeps the average
+        # it replaces the scheduler of the program, and keeps the average
         "StochasticWeightAveraging": any(isinstance(other, StochasticWeightAveraging) for other in trainer.callbacks),
     }
     if found := [name for name, is_set in wrong.items() if is_set]:

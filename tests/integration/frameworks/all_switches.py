@@ -151,7 +151,7 @@ def test_killed_after_each_step_it_is_the_unbroken_run(
         assert steps_of(cut)[at:] == [(step, line)], said[-3000:]
 
 
-SAID = {
+SAID: dict[str, dict[str, Any]] = {
     "automatic_optimization=False": {"manual": True},
     "StochasticWeightAveraging": {"swa": True},
     "GradientAccumulationScheduler": {"accumulates_later": True},
