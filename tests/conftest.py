@@ -54,6 +54,11 @@ def _own_memory_tier(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
         del os.environ[name]
 
 
+for number, usual in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+    if signal.getsignal(number) is signal.SIG_IGN:  # inherited from nohup, or from a shell without job control
+        signal.signal(number, usual)
+
+
 @pytest.fixture(autouse=True)
 def _signals_stay() -> Iterator[None]:
     """A program that a test ran here (a daemon's `main`) leaves no handler to the next file of the same worker."""

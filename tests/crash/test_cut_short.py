@@ -94,7 +94,7 @@ def test_the_daemon_outlives_a_segment_that_is_cut_short_while_it_is_persisted(t
             what="the daemon to say it",
         )
         assert daemon.poll() is None, "it died"
-        assert "is truncated" in str(said)
+        assert "is truncated" in str(said) or "is damaged" in str(said), "the next attempt finds it so"
         assert describe(job.directory)["committed"] is None
         assert not list((tmp_path / "root").glob("step-*/MANIFEST"))
     job.directory.let_go()

@@ -173,7 +173,7 @@ def test_agent_says_it_until_all_ranks_have_trained(quiet_because: str) -> None:
 
 
 def test_stacks_of_ranks_that_train_on_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    program = "import sys, time; from flashckpt.daemon.launcher.worker import register_stacks\n"
+    program = "import sys, time; from flashckpt.daemon.zygote.worker import register_stacks\n"
     program += "def waits_for_ever():\n    print('here', flush=True)\n    time.sleep(600)\n"
     program += "register_stacks(sys.argv[1]); waits_for_ever()"
     with subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "s")], stdout=subprocess.PIPE) as rank:

@@ -121,7 +121,7 @@ def test_trainer_sets_every_setting_of_the_engine_by_its_name_and_hands_it_on(
     run = trainer_config.read_config(None, words)
     assert run == trainer_config.from_values({"checkpoint": values})
     assert run == trainer_config.from_values(tomllib.loads(trainer_config.to_toml(run)))
-    monkeypatch.setattr(saving, "_tracked", lambda _: {})
+    monkeypatch.setattr(saving, "_tracked", lambda _: {"ema": None})
     parallel = SimpleNamespace(mesh=None)
     ckpt = saving.checkpointer(SimpleNamespace(config=run, outer=None, parallel=parallel))  # type: ignore[arg-type]
     assert ckpt._settings == run.checkpoint

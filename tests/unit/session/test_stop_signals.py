@@ -118,7 +118,7 @@ def test_elsewhere_signals_do_what_they_did(name: str, where: str, monkeypatch: 
         monkeypatch.delenv("FLASHCKPT_AGENT_DIR")
 
     def work() -> None:
-        before = TORCH._set_worker_signal_handlers
+        before, loop = TORCH._set_worker_signal_handlers, LOOPS._worker_loop
         signals, _ = rank()
         signals.install()
         if where == "forked child":
@@ -126,7 +126,7 @@ def test_elsewhere_signals_do_what_they_did(name: str, where: str, monkeypatch: 
         if where == "after the session":
             signals.restore()
             assert TORCH._set_worker_signal_handlers is before
-            assert type(LOOPS._worker_loop) is not stop_signals.WorkerLoop
+            assert LOOPS._worker_loop is loop
         itself(name)
 
     expected = default_of(name)

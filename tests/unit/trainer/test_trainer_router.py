@@ -71,7 +71,7 @@ def test_router_losses_need_experts_and_full_batches(key: str) -> None:
     with pytest.raises(ConfigError, match=f"model.{key} is too small"):
         from_values({"model": {key: -0.1, "experts": 4}})
     sections: dict[str, Any] = {"model": {key: 0.1, "experts": 4}, "train": {"global_batch": 6, "micro_batch": 4}}
-    with pytest.raises(LayoutError, match="does not go with padding"):
+    with pytest.raises(LayoutError, match="incompatible with a padded batch"):
         resolve_layout(from_values(sections), 4)
 
 
