@@ -109,6 +109,7 @@ def ask_while_it_runs(job: Any, trace: Path) -> list[Any]:
     return answers
 
 
+@pytest.mark.timeout(300)  # two runs of 150 steps, and as many questions as fit beside the first
 def test_a_job_is_asked_while_it_trains_and_trains_as_if_it_were_not(text: Any, tmp_path: Path) -> None:
     folder, source = text
     configs = {
