@@ -152,9 +152,8 @@ class Giving:
 def is_ours(thing: Any) -> bool:
     """Whether its class is of this project, and may say something else on other ranks or with other settings."""
     module = type(thing).__module__
-    return (
-        module.startswith("flashckpt.") and module != "flashckpt.integrations.shared"
-    )  # that one has a user's object inside
+    has_users = module == "flashckpt.integrations.shared"  # an object inside
+    return module.startswith("flashckpt.") and not has_users
 
 
 def _attributes(thing: Any) -> dict[tuple[int, str], Any]:
@@ -219,12 +218,19 @@ def _are_equal(then: torch.Tensor, now: torch.Tensor) -> bool:
         return False
     if then.dtype == now.dtype and then.device == now.device and (then is now or torch.equal(then, now)):
         return True
-    wide = torch.promote_types(then.dtype, now.dtype)  # what is held in fewer bits now is another value
+    wide = _wide(then.dtype, now.dtype)
     parts = (torch.split(tensor.detach().reshape(-1), _AT_A_TIME) for tensor in (then, now))
     return all(
-        torch.isclose(part.to(part_now.device, wide), part_now.to(wide), rtol=0.0, atol=0.0, equal_nan=True).all()
+        torch.isclose(part.cpu().to(wide), part_now.cpu().to(wide), rtol=0.0, atol=0.0, equal_nan=True).all()
         for part, part_now in zip(*parts, strict=True)
     )
+
+
+def _wide(one: torch.dtype, other: torch.dtype) -> torch.dtype:
+    """Return a type that holds both exactly: what is held in fewer bits now is another value. torch has none for float8."""
+    if one.is_complex or other.is_complex:
+        return torch.complex128
+    return torch.float64 if one.is_floating_point or other.is_floating_point else torch.promote_types(one, other)
 
 
 def _is_of_now(value: Any) -> bool:
