@@ -235,7 +235,9 @@ class Environment:
 
     RANK = _number("rank trainer", "This process among those of the job.", 0, 0, is_given=True)
     WORLD_SIZE = _number("trainer", "Processes of the job.", 1, 1, is_given=True)
-    LOCAL_RANK = _number("rank trainer", "This process among those of its agent.", 0, 0, is_given=True)
+    LOCAL_RANK = _number(
+        "rank trainer", "This process among those of its agent; -1: there is none.", 0, -1, is_given=True
+    )
     LOCAL_WORLD_SIZE = _number("rank trainer", "Processes of its agent.", 1, 1, is_given=True)
     MASTER_ADDR = _text("rank", "Towards it the address of this node is looked up.", kind="an address", is_given=True)
     TORCHELASTIC_RUN_ID = _text("trainer", "Name of the launch in `restores.jsonl`.", is_given=True)

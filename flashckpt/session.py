@@ -262,8 +262,8 @@ class Session:
         except FileNotFoundError:
             if not self._is_removed:
                 _log.error(
-                    "another process removed this job's shared memory (%s): training continues without snapshots, and "
-                    "a crash falls back to the last checkpoint; restart the job to resume snapshots",
+                    "another process removed this job's shared memory (%s): training continues, but its snapshots "
+                    "do not survive a crash, which falls back to the last checkpoint; restart the job to have them again",
                     self.directory.path,
                 )
             self._is_removed = True

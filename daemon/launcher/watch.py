@@ -78,9 +78,7 @@ class JobWatch:
             path = agent_folder.read_job(self.agent_dir)
             if path is None:
                 return None
-            job = JobDirectory.at(
-                path
-            )  # where the rank has it: its script may have chosen another place than this process would
+            job = JobDirectory.at(path)  # where the rank has it: its script may have chosen another FLASHCKPT_SHM_DIR
             self._live = job.hold_live()
         except (OSError, FlashckptError) as error:
             if path is not None and not self._unseen:

@@ -54,9 +54,8 @@ class StepBatches(Sampler[list[int]]):
         self.done = 0
         self._is_finished = False
         self._drawing: Drawing | None = None
-        self._rows = self._left = self._committed = (
-            0  # of the running iteration: rows, batches, samples over all replicas
-        )
+        # of the running iteration: rows dealt, batches left, samples over all replicas
+        self._rows = self._left = self._committed = 0
         self._pace = LeadWatch(0)
 
     @property

@@ -112,10 +112,8 @@ class RoundsReporter:
 
     def _leader(self) -> int:
         """Return the first node that answers, or may answer by now; this one where none before it does."""
-        now, patience_s = (
-            time.monotonic(),
-            1.5 * env.FLASHCKPT_REPLICA_PATIENCE,
-        )  # by then a node that it leaves counts it as silent
+        now = time.monotonic()
+        patience_s = 1.5 * env.FLASHCKPT_REPLICA_PATIENCE  # by then a node that it leaves counts it as silent
         for node in range(self._session.node):
             first_s, tried_s = self._failing.get(node, (now, now))
             if now - first_s < patience_s or now - tried_s > patience_s:

@@ -94,9 +94,7 @@ class S3Session(ProbedStore):
             return sync(fs.loop, whole)
         except FlashckptError:
             raise
-        except (
-            RecursionError
-        ) as error:  # botocore asks where the bucket is, is redirected, asks where the bucket is, ...
+        except RecursionError as error:  # botocore asks where the bucket is, is redirected, asks again, ...
             raise RootError(
                 f"the endpoint of {self.url} redirects every request",
                 found=self.address.endpoint,
