@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -117,8 +118,11 @@ def test_of_several_ranks_one_may_get_its_batches_from_another_and_it_is_said_on
 
 @pytest.mark.parametrize(("fetched", "workers", "said"), [(0, 0, 0), (1, 0, 1), (0, 2, 0), (1, 2, 0)])
 def test_a_loop_that_fetches_its_batches_ahead_is_told_so_once_and_workers_that_do_are_not(
-    fetched: int, workers: int, said: int, caplog: pytest.LogCaptureFixture
+    fetched: int, workers: int, said: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    children = multiprocessing.active_children
+    others = children()  # of tests before this one
+    monkeypatch.setattr(multiprocessing, "active_children", lambda: [one for one in children() if one not in others])
     sampler, commits = ElasticSampler(64, dp_rank=0, dp_size=1, global_batch_size=4), Commits(is_alone=True)
     loader: DataLoader[Any] = DataLoader(range(64), batch_size=4, sampler=sampler, num_workers=workers)  # type: ignore[arg-type]  # indexable
     batches = (batch for _ in range(3) for batch in loader)

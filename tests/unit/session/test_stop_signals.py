@@ -143,6 +143,7 @@ def in_worker(name: str, times: int, after: int, step: int, paused: int, how: st
     def spawned() -> None:
         control = Control.open(page, rows=2)
         control.stop_after, control.row(1).step, control.row(1).paused = after, step, paused
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a worker of the suite has one of its own
         before = LOOPS._worker_loop
         signals = DeferredSignals(control, control.row(1), page, 1)
         signals.install()
