@@ -22,7 +22,7 @@ from support.ranks import wait_for
 
 hypothesis.settings.register_profile("flashckpt", deadline=None)  # no test asserts a time
 hypothesis.settings.load_profile("flashckpt")
-pytest_plugins = ("support.workers", "support.s3")
+pytest_plugins = ("support.workers", "support.shares", "support.s3")
 
 
 @pytest.fixture

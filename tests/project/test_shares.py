@@ -1,0 +1,29 @@
+"""`pytest --share K/N` leaves out no test, and N shares one after the other leave out no case."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+from support.shares import chosen, share
+
+
+@pytest.mark.parametrize("of", [1, 2, 3, 7])
+@pytest.mark.parametrize("count", [1, 2, 3, 10])
+def test_each_share_has_a_case_of_each_test_and_all_together_every_case(count: int, of: int) -> None:
+    cases: Any = list(range(count))
+    shares = [chosen(cases, number, of) for number in range(of)]
+    assert all(0 < len(part) <= -(-count // min(of, count)) for part in shares)
+    assert {one for part in shares for one in part} == set(cases)
+
+
+@pytest.mark.parametrize(("text", "expected"), [("0/1", (0, 1)), ("2/3", (2, 3)), ("48879/3", (0, 3))])
+def test_the_number_of_a_share_may_be_that_of_a_commit(text: str, expected: tuple[int, int]) -> None:
+    assert share(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "1", "1/0", "-1/3", "a/3", "1/2/3"])
+def test_what_is_no_share_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is not K/N"):
+        share(text)
