@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from integration.frameworks.case import REGISTRY, Case, Program, Start, case, net
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
-LARGE, TINY = 700, 12
+LARGE, TINY, MUON = 700, 12, 200
+"""Widths; Muon multiplies matrices in bfloat16, which takes minutes where a processor has no instruction for it."""
 
 
 def supervised(
@@ -88,7 +89,7 @@ enter("Rprop", lambda p: torch.optim.Rprop(p, lr=1e-3))
 enter("SGD", lambda p: torch.optim.SGD(p, lr=1e-2))
 enter("SGD, momentum", lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9))
 enter("SGD, fused, nesterov", lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, fused=True))
-enter("Muon", lambda p: torch.optim.Muon(p, lr=1e-2), width=512, bias=False, quick=True)
+enter("Muon", lambda p: torch.optim.Muon(p, lr=1e-2), width=MUON, bias=False, quick=True)
 
 
 def _with_closure(width: int, **options: Any) -> Program:
@@ -149,10 +150,10 @@ def sparse_adam_tiny(start: Start) -> Program:
 
 @case("torch.optim", "Muon beside AdamW", quick=True)
 def muon_and_adamw(start: Start) -> Program:
-    model = net(400)
+    model = net(MUON)
     matrices = [p for p in model.parameters() if p.dim() == 2]
     rest = [p for p in model.parameters() if p.dim() != 2]
-    return supervised(model, [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(rest, lr=1e-3)], 400)
+    return supervised(model, [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(rest, lr=1e-3)], MUON)
 
 
 @case("torch.optim", "an optimizer per parameter, stepped inside backward")
