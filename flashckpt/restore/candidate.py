@@ -21,14 +21,22 @@ from flashckpt.report import RestoreReport
 from flashckpt.restore import live_memory, unexpected
 from flashckpt.restore.candidate_sources import CandidateSources
 from flashckpt.restore.executor import RemoteFetcher, RestoreCounts, execute
-from flashckpt.restore.gaps import half_restored, missing_error
 from flashckpt.restore.live_memory import LiveMemory
 from flashckpt.restore.phases import Phases
 from flashckpt.restore.program import Program, compare
 from flashckpt.restore.requirements import LiveState, Requirements, Wanted, requirements
 from flashckpt.restore.source_names import SourceNames
 from flashckpt.restore.sources import Source
-from flashckpt.restore.values import Applied, Values, apply_values, missing_values, unnamed_values, value_tensors
+from flashckpt.restore.values import (
+    Applied,
+    Values,
+    apply_values,
+    half_restored,
+    missing_error,
+    missing_values,
+    unnamed_values,
+    value_tensors,
+)
 from flashckpt.restore.votes import Rejection, attempted
 from flashckpt.shm.segment import Segment
 from flashckpt.state import left_out
