@@ -1,10 +1,10 @@
 """How far the way of the data is: modules and calls of one `ckpt.step()` with a snapshot, and of a warm restore of 0.1 MB.
 
-    python benchmarks/path.py                # the two rows
-    python benchmarks/path.py --by-module    # and the calls of each module
+    python benchmarks/path.py                  # the two rows
+    python benchmarks/path.py --by module      # and the calls of each module, or of each function
 
 One rank, CPU. Counts of `sys.setprofile`, not times: only frames of the product's Python, in the training thread and the copy
-thread, each start of a generator's turn included. Both are traced in a process that has done the same once before.
+thread, each turn of a generator included. Both are traced in a process that has done the same before.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -22,124 +23,138 @@ from typing import Any
 import torch
 
 from flashckpt import Checkpointer
+from flashckpt.report import RestoreReport
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
 _ROOMS = tuple(f"{_REPOSITORY / room}/" for room in ("flashckpt", "daemon", "sampler", "trainer"))
-Calls = Counter[str]
 
 
-def traced(action: Callable[[], Any]) -> Calls:
-    """Return the calls of `action` by module, in this thread and in those that begin within it."""
-    found: Counter[CodeType] = Counter()
+class Trace:
+    """The calls of the product, in this thread and in those that begin while it exists.
 
-    def note(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call":
-            found[frame.f_code] += 1
+    Attributes:
+        modules: Calls by module.
+        functions: Calls by module and function.
+    """
 
-    threading.setprofile(note)
-    sys.setprofile(note)
-    try:
-        action()
-    finally:
-        sys.setprofile(None)
+    def __init__(self) -> None:
+        self._codes: Counter[CodeType] = Counter()
+        self._is_on = False
+        threading.setprofile(self._note)
+
+    def _note(self, frame: FrameType, event: str, _: Any) -> None:
+        if self._is_on and event == "call":
+            self._codes[frame.f_code] += 1
+
+    @contextmanager
+    def of(self) -> Iterator[None]:
+        """Count what happens within, and forget what was counted before."""
+        self._codes.clear()
+        self._is_on = True
+        sys.setprofile(self._note)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            self._is_on = False
+
+    def close(self) -> None:
+        """Trace no further thread."""
         threading.setprofile(None)
-    modules: Calls = Counter()
-    for code, count in found.items():
-        if code.co_filename.startswith(_ROOMS):
-            modules[str(Path(code.co_filename).relative_to(_REPOSITORY))] += count
-    return modules
-
-
-def model_and_optimizer() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """Return a model of about 0.03 MB, 0.1 MB with its optimizer; two parameters."""
-    torch.manual_seed(0)
-    model = torch.nn.Linear(96, 96)
-    return model, torch.optim.AdamW(model.parameters())
+        self.modules: Counter[str] = Counter()
+        self.functions: Counter[str] = Counter()
+        for code, count in self._codes.items():
+            if code.co_filename.startswith(_ROOMS):
+                module = str(Path(code.co_filename).relative_to(_REPOSITORY))
+                self.modules[module] += count
+                self.functions[f"{module} {code.co_qualname if sys.version_info >= (3, 11) else code.co_name}"] += count
 
 
 class Run:
-    """A job of one rank."""
+    """A job of one rank with a state of 0.1 MB."""
 
     def __init__(self, root: Path, job: str) -> None:
-        self.model, self.optimizer = model_and_optimizer()
+        model = torch.nn.Linear(96, 96)
+        self._model, self._optimizer = model, torch.optim.AdamW(model.parameters())
         self.checkpointer = Checkpointer(root, job=job, snapshot_every=1, persist_every=None)
-        self.checkpointer.track(model=self.model, optim=self.optimizer)
-        self._copying: list[Any] = []
+        self.checkpointer.track(model=self._model, optim=self._optimizer)
 
     def train(self) -> None:
-        """One step up to where the state has changed."""
-        self.optimizer.zero_grad()
-        self.model(torch.ones(1, 96)).sum().backward()
-        self.optimizer.step()
+        """Change the state by one step."""
+        self._optimizer.zero_grad()
+        self._model(torch.ones(1, 96)).sum().backward()
+        self._optimizer.step()
 
     def snapshot(self, step: int) -> None:
-        """`ckpt.step()`, and the copy to its end."""
+        """`ckpt.step()` and the copy to its end."""
+        is_complete = threading.Event()
+        self.checkpointer.on_snapshot = lambda _: is_complete.set()
         self.checkpointer.step(step)
-        session = self.checkpointer._session
-        assert session is not None
-        session._stager.finish()
+        assert is_complete.wait(60)
+        self.checkpointer._session._stager.finish()  # type: ignore[union-attr]  # noqa: SLF001 -- else its end races
+
+    def fail(self) -> None:
+        """Close as a rank that fails does: what is in memory stays."""
+        try:
+            raise RuntimeError
+        except RuntimeError:
+            self.checkpointer.close()
 
 
-def step_path(root: Path, job: str) -> Calls:
-    """Return the calls of a step with a snapshot, to COMPLETE."""
+def step_path(root: Path, job: str) -> Trace:
+    """Return the trace of a step with a snapshot, from `ckpt.step()` to COMPLETE."""
+    trace = Trace()
     run = Run(root, job)
     run.checkpointer.restore()
-    for step in range(1, 6):
+    for step in range(1, 7):
         run.train()
-        run.snapshot(step)
-    run.train()
-    stager = run.checkpointer._session._stager  # type: ignore[union-attr]
-    stager._queue.put(None)  # its thread ends; the next one begins within the trace
-    stager._thread.join()  # type: ignore[union-attr]
-    stager._thread = None
-    calls = traced(lambda: run.snapshot(6))
+        with trace.of():
+            run.snapshot(step)
     run.checkpointer.close()
-    return calls
+    trace.close()
+    return trace
 
 
-def restore_path(root: Path, job: str) -> Calls:
-    """Return the calls from `Checkpointer()` to the end of `restore()`, where this node's memory has the snapshot."""
-    first = Run(root, job)
-    first.checkpointer.restore()
-    first.train()
-    first.snapshot(1)
-    _leave(first)
+def restore_path(root: Path, job: str) -> Trace:
+    """Return the trace from `Checkpointer()` to the end of `restore()`, where this node's memory has the snapshot."""
+    run = Run(root, job)
+    run.checkpointer.restore()
+    run.train()
+    run.snapshot(1)
+    run.fail()
+    trace = Trace()
     for _ in range(2):
-        found: list[Any] = []
-        calls = traced(lambda: found.append(_restored(root, job)))  # noqa: B023 -- called at once
-        run, report = found[0]
-        assert report is not None and report.step == 1
-        _leave(run)
-    return calls
+        with trace.of():
+            run, report = _restored(root, job)
+        assert report is not None and list(report.tier_bytes) == ["memory"], report
+        run.fail()
+    trace.close()
+    return trace
 
 
-def _restored(root: Path, job: str) -> Any:
+def _restored(root: Path, job: str) -> tuple[Run, RestoreReport | None]:
     run = Run(root, job)
     return run, run.checkpointer.restore()
 
 
-def _leave(run: Run) -> None:
-    """Close as a rank that fails does: what is in memory stays."""
-    try:
-        raise RuntimeError
-    except RuntimeError:
-        run.checkpointer.close()
+PATHS: dict[str, Callable[[Path, str], Trace]] = {
+    "step with a snapshot": step_path,
+    "warm restore of 0.1 MB": restore_path,
+}
 
 
 def main() -> None:
     """Print the rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--by-module", action="store_true")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--by", choices=["module", "function"])
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        rows = {"step with a snapshot": step_path(Path(folder, "a"), "path-step")}
-        rows["warm restore of 0.1 MB"] = restore_path(Path(folder, "b"), "path-restore")
+        found = {name: path(Path(folder, name), f"path-{number}") for number, (name, path) in enumerate(PATHS.items())}
     print(f"{'':24}{'modules':>8}{'calls':>8}")
-    for name, calls in rows.items():
-        print(f"{name:24}{len(calls):8}{calls.total():8}")
-        if options.by_module:
-            for module, count in calls.most_common():
-                print(f"    {count:6} {module}")
+    for name, trace in found.items():
+        print(f"{name:24}{len(trace.modules):8}{trace.modules.total():8}")
+        for key, count in (getattr(trace, f"{options.by}s") if options.by else Counter[str]()).most_common():
+            print(f"    {count:6} {key}")
 
 
 if __name__ == "__main__":
