@@ -10,12 +10,12 @@ thread, each turn of a generator included. Both are traced in a process that has
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -46,7 +46,7 @@ class Trace:
         if self._is_on and event == "call":
             self._codes[frame.f_code] += 1
 
-    @contextmanager
+    @contextlib.contextmanager
     def of(self) -> Iterator[None]:
         """Count what happens within, and forget what was counted before."""
         self._codes.clear()
@@ -91,14 +91,12 @@ class Run:
         self.checkpointer.on_snapshot = lambda _: is_complete.set()
         self.checkpointer.step(step)
         assert is_complete.wait(60)
-        self.checkpointer._session._stager.finish()  # type: ignore[union-attr]  # noqa: SLF001 -- else its end races
+        self.checkpointer._session._stager.finish()  # type: ignore[union-attr]
 
     def fail(self) -> None:
         """Close as a rank that fails does: what is in memory stays."""
-        try:
+        with contextlib.suppress(RuntimeError), self.checkpointer:
             raise RuntimeError
-        except RuntimeError:
-            self.checkpointer.close()
 
 
 def step_path(root: Path, job: str) -> Trace:
@@ -126,7 +124,8 @@ def restore_path(root: Path, job: str) -> Trace:
     for _ in range(2):
         with trace.of():
             run, report = _restored(root, job)
-        assert report is not None and list(report.tier_bytes) == ["memory"], report
+        assert report is not None
+        assert list(report.tier_bytes) == ["memory"]
         run.fail()
     trace.close()
     return trace

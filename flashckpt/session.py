@@ -12,8 +12,7 @@ from typing import Any
 
 from flashckpt import callbacks
 from flashckpt.agent_folder import agent_folder
-from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.core.snapshot_request import SnapshotRequest
+from flashckpt.core.snapshot_id import SnapshotId, SnapshotRequest
 from flashckpt.durability import Waiting, Wanted, persisting_fails
 from flashckpt.errors import DamagedError, FormatVersionError, UnsupportedStateError
 from flashckpt.logs import guarded

@@ -22,8 +22,8 @@ from flashckpt.checkpoint.intents import abandon_intent, abandoned_reason, close
 from flashckpt.checkpoint.proposals import Proposals
 from flashckpt.checkpoint.retention import Policy
 from flashckpt.checkpoint.writer import MANIFEST, PersistOptions, commit, prefix_of
-from flashckpt.core.generation import Generation
 from flashckpt.core.intent import Intent, NodeMessage
+from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.machine.logs import log_context
 from flashckpt.daemon.persister import protocol as p

@@ -32,13 +32,11 @@ from flashckpt.core.manifest_header import (
     encode_manifest_header,
     read_frame,
 )
-from flashckpt.core.ranged_values import NO_RANGES, RangedValues, concatenate, ranged_from
 from flashckpt.core.records import integer, snapshot_id, text
 from flashckpt.core.schema import check_objects, check_rows, cut_tensors_with_gaps
 from flashckpt.core.shard_table import ShardTable, columns_of, table_from_columns
-from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.core.snapshot_request import SnapshotRequest
-from flashckpt.core.values import pack_values, packed, unpack_values
+from flashckpt.core.snapshot_id import SnapshotId, SnapshotRequest
+from flashckpt.core.values import NO_RANGES, RangedValues, concatenate, pack_values, packed, ranged_from, unpack_values
 from flashckpt.errors import DisagreementError
 
 __all__ = ["Manifest", "ShardTable", "cover", "decode_manifest", "encode_manifest", "encode_table", "merge"]

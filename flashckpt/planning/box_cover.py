@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flashckpt.core.box import Box
+from flashckpt.core.shard import Box
 
 RowBox = tuple[int, Box]
 """A row of a table and the part of a box that is taken from it."""

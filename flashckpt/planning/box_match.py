@@ -12,9 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from flashckpt.core.box import Box
 from flashckpt.core.schema import mixed_coordinates
-from flashckpt.core.shard import Shard
+from flashckpt.core.shard import Box, Shard
 from flashckpt.core.shard_table import ShardTable, ranges
 from flashckpt.errors import TensorMismatchError
 from flashckpt.planning.reads import Gap, Reads

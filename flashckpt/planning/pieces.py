@@ -14,9 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from flashckpt.core.box import Box
 from flashckpt.core.digest import CHUNK_BYTES
-from flashckpt.core.shard import ITEMSIZE
+from flashckpt.core.shard import ITEMSIZE, Box
 from flashckpt.core.shard_table import ShardTable, ranges
 from flashckpt.planning.read_plan import ReadPlan
 from flashckpt.planning.reads import SourceRow

@@ -14,8 +14,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from flashckpt.core.box import Box
-from flashckpt.core.shard import ITEMSIZE, Shard
+from flashckpt.core.shard import ITEMSIZE, Box, Shard
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.errors import ShardGapError
 from flashckpt.planning.box_cover import cover

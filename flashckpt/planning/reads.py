@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from flashckpt.core.box import Box
+from flashckpt.core.shard import Box
 
 Ints = npt.NDArray[np.int64]
 

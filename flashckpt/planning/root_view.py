@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from flashckpt.core.generation import Generation
+from flashckpt.core.lineage import Generation
 from flashckpt.core.records import pack, unpack
 from flashckpt.core.snapshot_id import SnapshotId
 

@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
-from flashckpt.core.box import Box
+from flashckpt.core.shard import Box
 
 Ints = npt.NDArray[np.int64]
 _ORIGIN = np.zeros(1, np.int64)

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from flashckpt.core.generation import Generation
-from flashckpt.core.lineage import SlotRecord, by_preference, common, is_rolled_back, partially_held
+from flashckpt.core.lineage import Generation, SlotRecord, by_preference, common, is_rolled_back, partially_held
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.planning.inventory import Inventory, host_names, node_names
 from flashckpt.planning.root_view import RootSummary

@@ -12,8 +12,7 @@ from typing import Any
 
 from flashckpt import collectives, errors
 from flashckpt.checkpoint import generations, root_summary
-from flashckpt.core.generation import Generation
-from flashckpt.core.lineage import BEGINNING, is_rolled_back
+from flashckpt.core.lineage import BEGINNING, Generation, is_rolled_back
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError, RootError
 from flashckpt.faults import crash_point

@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from flashckpt.core.generation import Generation
-from flashckpt.core.lineage import BEGINNING
+from flashckpt.core.lineage import BEGINNING, Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError, StoreError, may_pass
 from flashckpt.logs import guarded

@@ -19,9 +19,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from flashckpt.core.box import Box
 from flashckpt.core.digest import CHUNK_BYTES
-from flashckpt.core.shard import ITEMSIZE, Shard
+from flashckpt.core.shard import ITEMSIZE, Box, Shard
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.environment import env
 from flashckpt.errors import DamagedError, FlashckptError

@@ -12,7 +12,7 @@ from typing import Any
 from flashckpt import collectives
 from flashckpt.checkpoint import root_summary
 from flashckpt.checkpoint.generations import read_generations
-from flashckpt.core.generation import Generation
+from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.environment import env
 from flashckpt.errors import DamagedError, FlashckptError

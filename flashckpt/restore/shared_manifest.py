@@ -18,10 +18,9 @@ import msgpack
 import numpy as np
 
 from flashckpt.core.manifest import Manifest
-from flashckpt.core.ranged_values import ranged_from
 from flashckpt.core.shard_table import columns_of, table_from_columns
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.core.values import pack_values, unpack_values
+from flashckpt.core.values import pack_values, ranged_from, unpack_values
 
 _ALIGNED = 64
 _HEAD = struct.Struct("<Q")

@@ -14,8 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 
-from flashckpt.core.generation import Generation
-from flashckpt.core.lineage import is_rolled_back
+from flashckpt.core.lineage import Generation, is_rolled_back
 from flashckpt.core.snapshot_id import NEVER, SnapshotId
 from flashckpt.shm.control import Control, RankAcks, published_in
 from flashckpt.shm.group_acks import NOBODY, AckedSnapshots, GroupAcks, decode_group, node_acks

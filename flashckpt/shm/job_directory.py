@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 
-from flashckpt.core.generation import Generation
+from flashckpt.core.lineage import Generation
 from flashckpt.environment import env
 from flashckpt.errors import DamagedError, JobInUseError, SharedMemoryError
 from flashckpt.settings import checked

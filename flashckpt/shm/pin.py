@@ -10,8 +10,7 @@ from types import TracebackType
 
 from flashckpt.core.digest import digest
 from flashckpt.core.manifest import Manifest, decode_manifest
-from flashckpt.core.slot_header import SlotHeader, newest_copy
-from flashckpt.core.superblock import PAGE, SegmentSpec
+from flashckpt.core.superblock import PAGE, SegmentSpec, SlotHeader, newest_copy
 from flashckpt.errors import DamagedError
 from flashckpt.native import GuardedMap
 from flashckpt.shm.lease import Lease

@@ -17,23 +17,21 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from flashckpt.core.slot_header import (
-    HEADER_COPY_BYTES,
-    SlotHeader,
-    SlotState,
-    encode_header,
-    newest_copy,
-)
-from flashckpt.core.snapshot_request import SnapshotRequest
+from flashckpt.core.snapshot_id import SnapshotRequest
 from flashckpt.core.superblock import (
+    HEADER_COPY_BYTES,
     OWNER_AT,
     PAGE,
     SegmentSpec,
+    SlotHeader,
+    SlotState,
     Superblock,
     decode_owner,
     decode_superblock,
+    encode_header,
     encode_owner,
     encode_superblock,
+    newest_copy,
 )
 from flashckpt.errors import DamagedError, JobInUseError
 from flashckpt.faults import crash_point

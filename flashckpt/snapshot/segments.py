@@ -10,8 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.core.snapshot_request import SnapshotRequest
+from flashckpt.core.snapshot_id import SnapshotId, SnapshotRequest
 from flashckpt.errors import ConfigError, DamagedError, FlashckptError, FormatVersionError, SharedMemoryError
 from flashckpt.logs import guarded
 from flashckpt.planning.slot_policy import choose_slot

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from flashckpt.core.manifest import Manifest, encode_manifest
-from flashckpt.core.snapshot_request import SnapshotRequest
+from flashckpt.core.snapshot_id import SnapshotRequest
 from flashckpt.errors import FenceError, FlashckptError, SharedMemoryError
 from flashckpt.faults import crash_point
 from flashckpt.logs import guarded

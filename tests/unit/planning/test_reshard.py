@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.paths import ROOT
 
-from flashckpt.core.box import Box
 from flashckpt.core.digest import CHUNK_BYTES
-from flashckpt.core.shard import ITEMSIZE, Shard
+from flashckpt.core.shard import ITEMSIZE, Box, Shard
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.errors import ShardGapError
 from flashckpt.planning import box_match

@@ -19,8 +19,8 @@ from flashckpt.checkpoint import catalog, indexes
 from flashckpt.checkpoint.catalog import read_manifest
 from flashckpt.checkpoint.writer import MANIFEST, commit, persist_slot
 from flashckpt.core.manifest import encode_manifest, merge
-from flashckpt.core.ranged_values import concatenate, cut
 from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.core.values import concatenate, cut
 from flashckpt.errors import DamagedError, FlashckptError
 from flashckpt.restore import candidate_sources, shared_manifest
 from flashckpt.shm.job_directory import JobDirectory

@@ -15,7 +15,7 @@ from torch import nn
 from unit.planning.test_directory import box, manifest
 
 from flashckpt import Checkpointer, collectives
-from flashckpt.core.generation import Generation
+from flashckpt.core.lineage import Generation
 from flashckpt.core.shard import Shard
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.core.snapshot_id import SnapshotId
