@@ -22,8 +22,7 @@ from flashckpt.shm.control import CLOSED
 from flashckpt.shm.job_directory import DaemonStatus
 from flashckpt.shm.persister_owner import REPEAT_S
 from flashckpt.skips import Skips
-from flashckpt.snapshot.copy_plan import CopyPlan
-from flashckpt.snapshot.current_plan import CurrentPlan
+from flashckpt.snapshot.copy_plan import CopyPlan, CurrentPlan
 from flashckpt.snapshot.stager import Snapshot, Stager, StaleWatch
 from flashckpt.state import loaders
 from flashckpt.state.samplers import Commits

@@ -21,11 +21,11 @@ import torch
 from flashckpt.core.shard import Shard, split_owner
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.restore.source_names import Kind, SourceNames
-from flashckpt.state import optimizer_state, state_forms
+from flashckpt.state import optimizer_entries, optimizer_state
 from flashckpt.state.box_sets import first_alike
+from flashckpt.state.optimizer_entries import Form
 from flashckpt.state.placement import LocalBox, boxes_of
 from flashckpt.state.registry import StateRegistry
-from flashckpt.state.state_forms import Form
 
 Ints = npt.NDArray[np.int64]
 _LAST = operator.itemgetter(2)
@@ -80,10 +80,10 @@ class AbsentBlock:
 
     def _make(self, key: AbsentKey) -> list[torch.Tensor]:
         shape, dtype = key.kind.global_shape, getattr(torch, key.kind.dtype)
-        is_plain = key.form == state_forms.USUAL and type(self.params[0]) in _PLAIN
+        is_plain = key.form == optimizer_entries.USUAL and type(self.params[0]) in _PLAIN
         singly = self.params[:1] if is_plain else self.params
         made = [
-            state_forms.allocate(p, key.key, shape=shape, dtype=dtype, group=self.group, fqn=fqn, form=key.form)
+            optimizer_entries.allocate(p, key.key, shape=shape, dtype=dtype, group=self.group, fqn=fqn, form=key.form)
             for p, fqn in zip(singly, key.fqns, strict=False)
         ]
         alike = self.params[len(singly) :]
@@ -277,7 +277,7 @@ def _key(param: torch.Tensor, key: str, fqns: Sequence[str], names: SourceNames)
 
 
 def key_of_kind(
-    param: torch.Tensor, key: str, fqns: Sequence[str], kind: Kind, form: Form = state_forms.USUAL
+    param: torch.Tensor, key: str, fqns: Sequence[str], kind: Kind, form: Form = optimizer_entries.USUAL
 ) -> AbsentKey:
     """Return one key of state that parameters lack.
 
@@ -288,6 +288,6 @@ def key_of_kind(
         kind: Dtype and shape of each.
         form: How each lies beside its parameter.
     """
-    is_beside = kind.global_shape == tuple(param.shape) and form[0] in ("", state_forms.LOCAL)
+    is_beside = kind.global_shape == tuple(param.shape) and form[0] in ("", optimizer_entries.LOCAL)
     like = param if is_beside else torch.empty(kind.global_shape, device="meta")
     return AbsentKey(key=key, fqns=fqns, kind=kind, boxes=boxes_of(fqns[0], like), form=form)

@@ -18,7 +18,7 @@ from flashckpt.restore.absent_state import is_of_this_rank
 from flashckpt.restore.program import Program
 from flashckpt.restore.requirements import Wanted, is_wanted
 from flashckpt.restore.source_names import SourceNames
-from flashckpt.state import builds, loaders, optimizer_extra, optimizer_state, pytree, rng, samplers
+from flashckpt.state import group_lists, loaders, optimizer_state, pytree, rng, samplers, value_reader
 from flashckpt.state.group_lists import GroupsOf, beside, in_live_order
 from flashckpt.state.loaded import Giving, ask
 from flashckpt.state.registry import StateRegistry
@@ -62,7 +62,7 @@ class Values:
 
     def as_built(self, label: str) -> list[Any]:
         """Return the settings that optimizers were built with, beside `recorded(f"{label}.groups")`; [] where that is not known."""
-        found = [one.get("built", {}).get(label, []) for one in self.recorded(builds.KEY)]
+        found = [one.get("built", {}).get(label, []) for one in self.recorded(group_lists.KEY)]
         return found if len(found) == len(self.recorded(f"{label}.groups")) else []
 
     def of_parameters(self, label: str, suffix: str) -> dict[str, dict[str, Any]]:
@@ -225,7 +225,7 @@ def _missing_state(tracked: StateRegistry, label: str, values: Values) -> list[s
     fits = found and len(others) == len(optimizers)
     if not fits and (found or any(optimizer_state.other_keys(optimizer) for optimizer in optimizers)):
         missing.append(f"{label}.state")
-    if any(map(optimizer_extra.read, optimizers)) and _recorded_extra(tracked, label, values) is None:
+    if any(map(value_reader.read, optimizers)) and _recorded_extra(tracked, label, values) is None:
         missing.append(f"{label}.extra")
     return missing
 
@@ -278,7 +278,7 @@ def _restore_state(tracked: StateRegistry, label: str, values: Values, tensor: T
     for one, extra in zip(program.orders[label], _recorded_extra(tracked, label, values) or (), strict=False):
         if extra:
             state, lost = beside(one, pytree.unflatten(extra, tensor, place=_to_device), f"{label}.extra")
-            optimizer_extra.give_back(one.optimizer, state)
+            value_reader.give_back(one.optimizer, state)
             missing += lost
     return missing
 

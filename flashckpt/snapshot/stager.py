@@ -27,14 +27,11 @@ from flashckpt.snapshot.copy import (
     copy_item,
 )
 from flashckpt.snapshot.copy_plan import CopyPlan
-from flashckpt.snapshot.crowding import CoreTime, Crowding
 from flashckpt.snapshot.device import DeviceCopier
 from flashckpt.snapshot.nonfinite import FiniteWatch
-from flashckpt.snapshot.offer import Offer
-from flashckpt.snapshot.runs import digest_in_slot, places_of
-from flashckpt.snapshot.version_counters import Counts, counter_path
-from flashckpt.snapshot.witness import Witness
-from flashckpt.state.captured import Captured, ValuesRead
+from flashckpt.snapshot.runs import CoreTime, Crowding, Offer, digest_in_slot, places_of
+from flashckpt.snapshot.witness import Counts, Witness, counter_path
+from flashckpt.state.structure import Captured, ValuesRead
 
 _log = guarded(logging.getLogger("flashckpt"))
 UNCOUNTED = "a write that torch does not count (through .data or numpy, or by averaged weights that were swapped in)"

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from flashckpt.state import optimizer_state
 from flashckpt.state.optimizer_state import PredictedBlock
 from flashckpt.state.placement import local_of
-from flashckpt.state.structure_guard import StructureGuard
+from flashckpt.state.structure import StructureGuard
 
 _FORM = operator.attrgetter("dtype", "device", "shape")
 _DTYPE, _DEVICE, _SHAPE, _IS_CPU = (operator.attrgetter(name) for name in ("dtype", "device", "shape", "is_cpu"))

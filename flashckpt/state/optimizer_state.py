@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from flashckpt.errors import ConfigError, UnsupportedStateError
-from flashckpt.state.unwrapping import contained
+from flashckpt.state.modules import contained
 
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 Named = Mapping[int, str]

@@ -23,8 +23,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.checkpoint.compression import Codec, Frame, PackedObjects, compressed_parts
 from flashckpt.checkpoint.generations import decode_claim, encode_claim
-from flashckpt.checkpoint.intents import decode_intent, encode_intent
-from flashckpt.checkpoint.proposals import decode_proposal, encode_proposal
+from flashckpt.checkpoint.intents import decode_intent, decode_proposal, encode_intent, encode_proposal
 from flashckpt.checkpoint.retention import encode_lease, leased_prefixes
 from flashckpt.checkpoint.writer import refuse_gaps
 from flashckpt.core import superblock
@@ -49,9 +48,8 @@ from flashckpt.planning.peer_index import encode_held_rows
 from flashckpt.sampler.datasets import index_file
 from flashckpt.sampler.order.state import SamplerState
 from flashckpt.shm import segment_file
-from flashckpt.shm.acks import job_acks
+from flashckpt.shm.acks import encode_group, job_acks, node_acks
 from flashckpt.shm.control import Control, RankAcks
-from flashckpt.shm.group_acks import encode_group, node_acks
 from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory
 from flashckpt.shm.segment import Segment
 from flashckpt.storage.posix import PosixStore

@@ -21,8 +21,7 @@ from support.memory import request_of
 from support.paths import ROOT, TESTS
 
 from flashckpt.checkpoint.generations import decode_claim, encode_claim
-from flashckpt.checkpoint.intents import decode_intent, encode_intent
-from flashckpt.checkpoint.proposals import decode_proposal, encode_proposal
+from flashckpt.checkpoint.intents import decode_intent, decode_proposal, encode_intent, encode_proposal
 from flashckpt.checkpoint.retention import decode_lease, encode_lease
 from flashckpt.core import superblock
 from flashckpt.core.digest import chunk_digests, digest
@@ -36,8 +35,8 @@ from flashckpt.core.superblock import SegmentSpec, SlotHeader, SlotState, Superb
 from flashckpt.core.values import concatenate, cut
 from flashckpt.errors import DamagedError, FormatVersionError
 from flashckpt.shm import control, segment_file
+from flashckpt.shm.acks import GroupAcks, decode_group, encode_group
 from flashckpt.shm.control import Control, RankAcks
-from flashckpt.shm.group_acks import GroupAcks, decode_group, encode_group
 from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory
 from flashckpt.shm.segment import Segment
 

@@ -12,7 +12,7 @@ from support import sanitized  # noqa: F401 -- the build with sanitizers, where 
 
 from flashckpt.native import is_native
 from flashckpt.native.objects import same_members
-from flashckpt.state.structure_guard import StructureGuard
+from flashckpt.state.structure import StructureGuard
 
 
 class Own(list[Any]):
