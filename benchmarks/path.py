@@ -73,10 +73,10 @@ class Trace:
 class Run:
     """A job of one rank with a state of 0.1 MB."""
 
-    def __init__(self, root: Path, job: str) -> None:
+    def __init__(self, root: Path) -> None:
         model = torch.nn.Linear(96, 96)
         self._model, self._optimizer = model, torch.optim.AdamW(model.parameters())
-        self.checkpointer = Checkpointer(root, job=job, snapshot_every=1, persist_every=None)
+        self.checkpointer = Checkpointer(root, job=root.name, snapshot_every=1, persist_every=None)
         self.checkpointer.track(model=self._model, optim=self._optimizer)
 
     def train(self) -> None:
@@ -99,10 +99,10 @@ class Run:
             raise RuntimeError
 
 
-def step_path(root: Path, job: str) -> Trace:
+def step_path(root: Path) -> Trace:
     """Return the trace of a step with a snapshot, from `ckpt.step()` to COMPLETE."""
     trace = Trace()
-    run = Run(root, job)
+    run = Run(root)
     run.checkpointer.restore()
     for step in range(1, 7):
         run.train()
@@ -113,9 +113,9 @@ def step_path(root: Path, job: str) -> Trace:
     return trace
 
 
-def restore_path(root: Path, job: str) -> Trace:
+def restore_path(root: Path) -> Trace:
     """Return the trace from `Checkpointer()` to the end of `restore()`, where this node's memory has the snapshot."""
-    run = Run(root, job)
+    run = Run(root)
     run.checkpointer.restore()
     run.train()
     run.snapshot(1)
@@ -123,20 +123,21 @@ def restore_path(root: Path, job: str) -> Trace:
     trace = Trace()
     for _ in range(2):
         with trace.of():
-            run, report = _restored(root, job)
+            run, report = _restored(root)
         assert report is not None
         assert list(report.tier_bytes) == ["memory"]
         run.fail()
+    _restored(root)[0].checkpointer.close()  # a clean end: the daemon removes what is in memory
     trace.close()
     return trace
 
 
-def _restored(root: Path, job: str) -> tuple[Run, RestoreReport | None]:
-    run = Run(root, job)
+def _restored(root: Path) -> tuple[Run, RestoreReport | None]:
+    run = Run(root)
     return run, run.checkpointer.restore()
 
 
-PATHS: dict[str, Callable[[Path, str], Trace]] = {
+PATHS: dict[str, Callable[[Path], Trace]] = {
     "step with a snapshot": step_path,
     "warm restore of 0.1 MB": restore_path,
 }
@@ -148,7 +149,8 @@ def main() -> None:
     parser.add_argument("--by", choices=["module", "function"])
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = {name: path(Path(folder, name), f"path-{number}") for number, (name, path) in enumerate(PATHS.items())}
+        roots = (Path(folder, f"{Path(folder).name}-{number}") for number in range(len(PATHS)))
+        found = {name: path(root) for (name, path), root in zip(PATHS.items(), roots, strict=True)}
     print(f"{'':24}{'modules':>8}{'calls':>8}")
     for name, trace in found.items():
         print(f"{name:24}{len(trace.modules):8}{trace.modules.total():8}")

@@ -145,10 +145,11 @@ def encode_manifest(m: Manifest, *, table_bytes: bytes | None = None) -> bytes:
     }
     body_map |= {"is_part": True} if m.is_part else {}
     body_map |= {"covers": list(m.covers)} if m.covers else {}
-    body_map |= {"ranged": m.ranged.packed()} if len(m.ranged) else {}
+    has_ranges = len(m.ranged) > 0
+    body_map |= {"ranged": m.ranged.packed()} if has_ranges else {}
     body = msgpack.packb(body_map)
     # A program that does not know ranges would restore without these values, so it has to refuse the whole.
-    major = MAJOR_WITH_RANGES if len(m.ranged) else MAJOR
+    major = MAJOR_WITH_RANGES if has_ranges else MAJOR
     prefix = PREFIX.pack(MAGIC, major, MINOR_WITH_SUMMARY if m.rank < 0 else MINOR, 0, len(body))
     return b"".join((prefix, struct.pack("<Q", digest(prefix + body)), body))
 

@@ -175,7 +175,7 @@ class ShardTable:
     def __len__(self) -> int:
         return len(self.fqn_id)
 
-    @property
+    @cached_property
     def chunks(self) -> int:
         """Digests needed: one past the last chunk of any row."""
         return int((self.first_chunk + chunk_counts(self.nbytes)).max(initial=0))

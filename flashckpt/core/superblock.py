@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 from flashckpt.core.digest import digest
@@ -33,6 +33,7 @@ class SegmentSpec:
         manifest_capacity: Bytes of each slot's manifest area, rounded up to pages.
         data_capacity: Bytes of each slot's data area, rounded up to pages.
         layout_hash: u64 of the shards it holds (`layout.layout_hash`).
+        slot_bytes: Bytes of one slot: header page, manifest area, data area.
     """
 
     job: str
@@ -42,6 +43,7 @@ class SegmentSpec:
     manifest_capacity: int
     data_capacity: int
     layout_hash: int
+    slot_bytes: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not MIN_SLOTS <= self.slots <= MAX_SLOTS:
@@ -51,11 +53,7 @@ class SegmentSpec:
             raise ConfigError("the job id is too long", found=f"{len(self.job.encode())} bytes", expected="up to 256")
         object.__setattr__(self, "manifest_capacity", round_up(self.manifest_capacity, PAGE))
         object.__setattr__(self, "data_capacity", round_up(self.data_capacity, ALIGN_LARGE))
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of one slot: header page, manifest area, data area."""
-        return PAGE + self.manifest_capacity + self.data_capacity
+        object.__setattr__(self, "slot_bytes", PAGE + self.manifest_capacity + self.data_capacity)
 
     @property
     def nbytes(self) -> int:
@@ -68,11 +66,11 @@ class SegmentSpec:
 
     def manifest_at(self, slot: int) -> int:
         """Byte offset of the manifest area of a slot."""
-        return self.header_at(slot) + PAGE
+        return PAGE + slot * self.slot_bytes + PAGE
 
     def data_at(self, slot: int) -> int:
         """Byte offset of the data area of a slot, a multiple of 4096."""
-        return self.manifest_at(slot) + self.manifest_capacity
+        return PAGE + slot * self.slot_bytes + PAGE + self.manifest_capacity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,9 +246,8 @@ def decode_header(raw: bytes) -> SlotHeader | None:
 
 def newest_copy(page: bytes) -> tuple[SlotHeader, int]:
     """Return the valid header with the highest sequence and the copy (0 or 1) to overwrite next."""
-    copies = [decode_header(page[at : at + HEADER_BYTES]) for at in (0, HEADER_COPY_BYTES)]
-    a, b = (-1 if c is None else c.sequence for c in copies)
-    best = copies[0] if a >= b else copies[1]
-    if best is None:
-        return SlotHeader(), 0
-    return best, 1 if a >= b else 0
+    first = decode_header(page[:HEADER_BYTES])
+    second = decode_header(page[HEADER_COPY_BYTES : HEADER_COPY_BYTES + HEADER_BYTES])
+    if second is not None and (first is None or second.sequence > first.sequence):
+        return second, 0
+    return (SlotHeader(), 0) if first is None else (first, 1)

@@ -119,15 +119,12 @@ def _items(node: Any) -> Any:
 
 def _too_deep(values: dict[str, Any]) -> str | None:
     """Return the (start of the) path of a value that is nested too deeply; None if there is none."""
-    nodes: list[tuple[Any, int]] = [(values, 1)]
-    while nodes:
-        node, depth = nodes.pop()
-        if depth > MAX_DEPTH:
-            break
-        items = node.values() if type(node) is dict else node
-        nodes += [(item, depth + 1) for item in items if type(item) in _CONTAINERS]
-    else:
-        return None
+    level: list[Any] = [values]
+    for _ in range(MAX_DEPTH):
+        level = [part for node in level for part in (node.values() if type(node) is dict else node)]
+        # each once: a list that holds itself twice would double with every level
+        if not (level := list({id(part): part for part in level if type(part) in _CONTAINERS}.values())):
+            return None
     todo: list[tuple[Any, str, int]] = [(values, "", 1)]
     while todo:  # a second pass, with names: state that nests this deeply is rare
         node, path, depth = todo.pop()

@@ -130,7 +130,8 @@ def merge_acks(groups: Iterable[GroupAcks]) -> GroupAcks:
 
 def node_acks(published: Sequence[RankAcks | None]) -> GroupAcks:
     """Return the record of ranks from their own lists; None stands for a rank that has not published."""
-    return merge_acks(NOBODY if one is None else GroupAcks.of_rank(one) for one in published)
+    groups = [NOBODY if one is None else GroupAcks.of_rank(one) for one in published]
+    return groups[0] if len(groups) == 1 else merge_acks(groups)
 
 
 def encode_group(what: GroupAcks) -> bytes:
@@ -151,7 +152,7 @@ def decode_group(raw: bytes) -> GroupAcks:
     low, above, (whole, common), (lacked, more), *ids = struct.iter_unpack("<qq", raw)
     if min(common, lacked, more) < 0 or common + lacked + more != len(ids):
         raise ValueError(f"{len(ids)} ids, not {common} + {lacked} + {more}")
-    found = tuple(map(SnapshotId.of, ids))
+    found = tuple(map(SnapshotId._make, ids))
     return GroupAcks(
         is_whole=bool(whole),
         common=found[:common],
@@ -206,7 +207,7 @@ class SnapshotAcks:
         """
         if low_watermark is not None:
             self._low_watermark = max(self._low_watermark, low_watermark)
-        mine = RankAcks.of((i for i in identities if not is_rolled_back(i, self._line)), self._low_watermark)
+        mine = RankAcks.of([i for i in identities if not is_rolled_back(i, self._line)], self._low_watermark)
         row = self._control.row(self._local_rank)
         if row.generation != self._generation or row.rank != self._rank:
             row.forget()  # the list of the row's previous owner must never be read as ours
@@ -218,7 +219,7 @@ class SnapshotAcks:
         """Return what all ranks of this generation hold, and what can never become common; from mapped memory alone."""
         if self._world_size > self._local_world_size:
             return (job_acks(self._control, self._generation) or NOBODY).known(self._restored)
-        rows = tuple(self._control.row(index).acks_bytes for index in range(self._local_world_size))
+        rows = tuple(map(self._control.acks_bytes, range(self._local_world_size)))
         return _known_from(rows, self._generation, self._restored)
 
 
@@ -231,7 +232,7 @@ def _known_from(rows: tuple[bytes, ...], generation: int, restored: SnapshotId |
 def rank_acks(control: Control, *, generation: int, rows: int | None = None) -> list[RankAcks | None]:
     """Return what each row has published; None for a row of another generation (a dead previous owner)."""
     count = control.rows if rows is None else rows
-    return [published_in(control.row(index).acks_bytes, generation) for index in range(count)]
+    return [published_in(control.acks_bytes(index), generation) for index in range(count)]
 
 
 def job_acks(control: Control, generation: int) -> GroupAcks | None:

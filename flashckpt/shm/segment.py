@@ -258,7 +258,8 @@ class Segment:
 
     def headers(self) -> list[SlotHeader]:
         """Return one header per slot."""
-        return [self.header(slot) for slot in range(self.spec.slots)]
+        fd, at = self._fd, self.spec.header_at
+        return [newest_copy(os.pread(fd, PAGE, at(slot)))[0] for slot in range(self.spec.slots)]
 
     def busy(self) -> set[int]:
         """Return the slots under a reader's lease, or being written by this process."""

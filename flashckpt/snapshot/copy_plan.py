@@ -138,7 +138,7 @@ class CopyPlan:
         table = self.layout.table
         return int((table.byte_offset + table.nbytes).max(initial=0))
 
-    @property
+    @cached_property
     def uses_device(self) -> bool:
         """Whether some of the state is on an accelerator."""
         order = self.order

@@ -167,6 +167,7 @@ class HostRuns:
         self._locals = [item.local for item in items]
         self._shapes, self._dtypes = [item.shape for item in items], [item.dtype for item in items]
         self._sizes = [item.local_bytes for item in items]
+        self._parts = [slice(first, first + _AT_A_TIME) for first in range(0, len(items), _AT_A_TIME)]
         columns = [(item.start, item.offset, item.nbytes, item.first_chunk, item.local_bytes) for item in items]
         *parts, self._room = np.array(columns, np.int64).reshape(-1, 5).T.copy()
         self._item, (self._start, self._offset, self._nbytes, self._first) = _dealt(*parts)
@@ -185,7 +186,7 @@ class HostRuns:
         """
         if not self._items:
             return
-        for part in self._parts():
+        for part in self._parts:
             if list(map(_NBYTES, self._locals[part])) != self._sizes[part]:
                 self._refuse(part)
         held = self.hold()
@@ -227,7 +228,7 @@ class HostRuns:
         Raises:
             StalePlanError: One is not.
         """
-        for part in self._parts():
+        for part in self._parts:
             tensors = self._locals[part]
             if list(map(_DTYPE, tensors)) != self._dtypes[part] or list(map(_SHAPE, tensors)) != self._shapes[part]:
                 self._refuse(part)
@@ -250,7 +251,7 @@ class HostRuns:
         """
         addresses, bases, rooms = np.zeros((3, len(self._items)), np.int64)
         storages: list[torch.UntypedStorage] = []
-        for part in self._parts():
+        for part in self._parts:
             tensors = self._locals[part]
             if not all(map(torch.Tensor.is_contiguous, tensors)):
                 self._refuse(part)
@@ -265,7 +266,7 @@ class HostRuns:
 
     def refuse_lost(self, held: HeldMemory) -> None:
         """Refuse what was copied of a storage that got other memory meanwhile: its bytes were anybody's."""
-        for part in self._parts():
+        for part in self._parts:
             self._refuse_first(held.bases[part] != list(map(_BASE, held.storages[part])), held, part.start)
 
     def _refuse_first(self, wrong: npt.NDArray[np.bool_], held: HeldMemory, first: int = 0) -> None:
@@ -290,9 +291,6 @@ class HostRuns:
 
     def _rows(self, held: HeldMemory, buffer: Buffer) -> Ints:
         return np.column_stack((held.addresses[self._item] + self._start, self._offset + buffer.address, self._nbytes))
-
-    def _parts(self) -> Iterator[slice]:
-        return (slice(first, first + _AT_A_TIME) for first in range(0, len(self._items), _AT_A_TIME))
 
     def _refuse(self, part: slice) -> None:
         for item in self._items[part]:

@@ -25,9 +25,10 @@ import torch
 
 from flashckpt.logs import guarded
 from flashckpt.native import copy_and_digest, is_native
-from flashckpt.native.objects import CounterPath, read_counters
+from flashckpt.native.copying import CounterPath, read_counters
 from flashckpt.snapshot.copy import Buffer, Item, StalePlanError, source_of
 from flashckpt.snapshot.runs import HostRuns
+from flashckpt.state.state_layout import StateLayout
 
 # -- The version counters of very many tensors: what proves that nothing was written while it was copied -----------
 #
@@ -300,8 +301,8 @@ class Sampler:
             samples: list[HostSamples | LooseSamples] = [runs] if runs is not None and runs.take(phase) else []
             if loose:
                 samples.append(LooseSamples([block_of(item, phase) for item in self._few(loose)]))
-            device = self._few(self._rows[1])
-            return Witness(samples, [block_of(item, phase) for item in self._items(device) if item.nbytes])
+            device = self._items(self._few(self._rows[1])) if len(self._rows[1]) else []
+            return Witness(samples, [block_of(item, phase) for item in device if item.nbytes])
         except StalePlanError:
             return None  # the copy finds it too, and says what it is
         except Exception:  # noqa: BLE001 -- training does not end for a look at it
@@ -327,3 +328,50 @@ class Sampler:
         if turns <= _MOST_KEPT:
             self._turns[turn] = made
         return made
+
+
+# -- Whether a snapshot that was just copied holds NaN or infinity: a few elements of a few tensors, others each
+#    time
+#
+# What it covers: parameters and state of optimizers, of types that numpy has and bfloat16. Training that has
+# diverged shows it everywhere at once; a single element is found when its turn comes, or not at all in a tensor
+# of many elements.
+
+_ROWS, _ELEMENTS = 64, 32
+_KINDS = {"float16": "<f2", "float32": "<f4", "float64": "<f8", "bfloat16": "<u2"}
+
+
+class FiniteWatch:
+    """Looks at snapshots until it has found something."""
+
+    def __init__(self) -> None:
+        self._layout: StateLayout | None = None
+        self._rows = np.zeros(0, np.int64)
+        self._next, self._looks, self._is_reported = 0, 0, False
+
+    def look(self, layout: StateLayout, buffer: Buffer) -> str:
+        """Return the name of a tensor that is not finite, the first time that one is seen; "" else."""
+        if self._is_reported:
+            return ""
+        table = layout.table
+        if layout is not self._layout:
+            fenced = layout.structure.fenced[layout.row_tensors]
+            self._layout, self._rows = layout, np.flatnonzero(fenced & (table.nbytes > 0))
+        chosen = np.roll(self._rows, -self._next)[:_ROWS]
+        self._next = (self._next + _ROWS) % max(1, len(self._rows))
+        self._looks += 1
+        for row in chosen.tolist():
+            held = buffer.array[int(table.byte_offset[row]) :][: int(table.nbytes[row])]
+            if not _is_finite(held, table.dtypes[int(table.dtype_id[row])], self._looks):
+                self._is_reported = True
+                return table.fqn(row)
+        return ""
+
+
+def _is_finite(data: np.ndarray, dtype: str, look: int) -> bool:
+    if (kind := _KINDS.get(dtype)) is None:
+        return True
+    held = data.view(kind)
+    step = max(1, len(held) // _ELEMENTS)
+    some = held[look % step :: step]
+    return bool(((some & 0x7F80) != 0x7F80).all() if dtype == "bfloat16" else np.isfinite(some).all())

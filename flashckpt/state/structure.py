@@ -19,7 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from flashckpt.core.shard import Shard
-from flashckpt.native.objects import same_members
+from flashckpt.native.copying import same_members
 from flashckpt.state.box_sets import BoxSet
 from flashckpt.state.placement import LocalBox, local_of, shard_of
 from flashckpt.state.rng import Generators

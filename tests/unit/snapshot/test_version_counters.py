@@ -14,7 +14,7 @@ from support import sanitized  # noqa: F401 -- the build with sanitizers, where 
 from torch import nn
 
 from flashckpt.native import LEVEL_VARIABLE, is_native
-from flashckpt.native.objects import read_counters
+from flashckpt.native.copying import read_counters
 from flashckpt.snapshot import witness
 from flashckpt.snapshot.witness import VersionCounters, counter_path
 
