@@ -168,9 +168,10 @@ class Shard:
     def __post_init__(self) -> None:
         if self.dtype not in ITEMSIZE:
             raise UnsupportedStateError(f"tensor {self.fqn!r} has a dtype that cannot be held", found=self.dtype)
-        if not len(self.global_shape) == len(self.offsets) == len(self.lengths) or any(
-            o < 0 or n < 0 or o + n > g for g, o, n in zip(self.global_shape, self.offsets, self.lengths, strict=True)
-        ):
+        is_inside = len(self.global_shape) == len(self.offsets) == len(self.lengths)
+        for size, first, count in zip(self.global_shape, self.offsets, self.lengths, strict=False):
+            is_inside = is_inside and first >= 0 and count >= 0 and first + count <= size
+        if not is_inside:
             raise UnsupportedStateError(
                 f"shard of {self.fqn!r} does not lie in its tensor",
                 found=f"offsets {self.offsets}, lengths {self.lengths}",

@@ -90,15 +90,15 @@ def _resolve(node: Any, depth: int) -> Any:
     if type(node) is dict:
         if not _PLAIN.issuperset(map(type, node)):
             return {_resolve(key, depth + 1): _resolve(item, depth + 1) for key, item in node.items()}
-        if not _PLAIN.issuperset(map(type, node.values())):
-            for key, item in node.items():
+        for key, item in node.items():
+            if type(item) not in _PLAIN:
                 node[key] = _resolve(item, depth + 1)
         return node
     if type(node) is _Tuple:
         node = _unpacked(node.data)
         if type(node) is not list:
             raise ValueError("a tuple that holds no list")
-        return tuple(_resolve(item, depth + 1) for item in node)
+        return tuple(node) if _PLAIN.issuperset(map(type, node)) else tuple([_resolve(item, depth + 1) for item in node])
     if type(node) is list:
         return node if _PLAIN.issuperset(map(type, node)) else [_resolve(item, depth + 1) for item in node]
     raise ValueError(f"a value of {type(node).__name__}")
@@ -121,9 +121,14 @@ def _too_deep(values: dict[str, Any]) -> str | None:
     """Return the (start of the) path of a value that is nested too deeply; None if there is none."""
     level: list[Any] = [values]
     for _ in range(MAX_DEPTH):
-        level = [part for node in level for part in (node.values() if type(node) is dict else node)]
         # each once: a list that holds itself twice would double with every level
-        if not (level := list({id(part): part for part in level if type(part) in _CONTAINERS}.values())):
+        parts = {
+            id(part): part
+            for node in level
+            for part in (node.values() if type(node) is dict else node)
+            if type(part) in _CONTAINERS
+        }
+        if not (level := list(parts.values())):
             return None
     todo: list[tuple[Any, str, int]] = [(values, "", 1)]
     while todo:  # a second pass, with names: state that nests this deeply is rare

@@ -46,7 +46,7 @@ class Values:
         base, _ = split_owner(key)
         if base in self.all:
             return True, self.all[base]
-        others = [value for name, value in self.all.items() if split_owner(name)[0] == base]
+        others = [value for name, value in self.all.items() if name.startswith(base) and split_owner(name)[0] == base]
         if others and all(value == others[0] for value in others):
             return True, others[0]
         return False, None
@@ -57,7 +57,7 @@ class Values:
             value
             for manifest in self._manifests
             for key, value in manifest.values.items()
-            if split_owner(key)[0] == base
+            if key.startswith(base) and split_owner(key)[0] == base
         ]
 
     def as_built(self, label: str) -> list[Any]:
@@ -69,6 +69,8 @@ class Values:
         """Return parameter name -> key -> value of one optimizer's state, this rank's own where ranks differ."""
         keys: dict[tuple[str, str], str] = {}
         for key in self.all:
+            if not key.startswith(f"{label}."):
+                continue
             base, owner = split_owner(key)
             if not base.startswith(f"{label}.") or base.removeprefix(f"{label}.") in _OF_THE_WHOLE:
                 continue

@@ -170,8 +170,9 @@ class ControlRow:
     def clear(self) -> None:
         """Clear the row for a new owner."""
         self.forget()
-        for name in _INT_FIELDS:
-            setattr(self, name, -1 if name in {"rank", "generation", "step", "restored_step"} else 0)
+        unknown = {"rank", "generation", "step", "restored_step"}
+        for name, at in _INT_FIELDS.items():
+            struct.pack_into("q", self._map, self._at + at, -1 if name in unknown else 0)
 
 
 def _acks_bytes(mapping: Any, at: int) -> bytes:

@@ -90,7 +90,7 @@ class CopyPlan:
     bound: Sequence[torch.Tensor] = ()
     watched: Sequence[torch.Tensor]
     unfenced: Sequence[Item] = field(default=())
-    unfenced_runs: HostRuns = field(default_factory=lambda: HostRuns(()))
+    unfenced_runs: HostRuns = field(default=HostRuns(()))
     device_unfenced: Sequence[Item] = field(default=())
     fresh: Sequence[Item] = field(default=())
     device_fresh: Sequence[Item] = field(default=())
@@ -192,7 +192,7 @@ class CopyPlan:
     def items(self, rows: Ints) -> list[Item]:
         """Return rows as items. Raises as `fenced`."""
         owners = self.layout.row_tensors[rows].tolist()
-        return self._items(rows, list(map(self._locals.__getitem__, owners)) if owners else [])
+        return self._items(rows, list(map(self._locals.__getitem__, owners))) if owners else []
 
     def some_items(self, rows: Ints) -> list[Item]:
         """Return a few rows as items, without a look at the others; in the training thread."""

@@ -20,7 +20,7 @@ import torch
 
 from flashckpt.state.data_sources import begins_when_read
 from flashckpt.state.loaded import ask, is_ours
-from flashckpt.state.named_groups import NOT_SETTINGS, GroupOrder, plain, settings
+from flashckpt.state.named_groups import NOT_SETTINGS, SCALARS, GroupOrder, plain, settings
 
 BY_GROUP = frozenset(
     {"base_lrs", "_last_lr", "min_lrs", "max_lrs", "lr_lambdas", "base_momentums", "max_momentums", "swa_lrs"}
@@ -393,6 +393,8 @@ def changes(
     before, found = recorded if as_built is None else as_built, dict[str, tuple[Any, Any]]()
     for key, value in live.items():
         if key in NOT_SETTINGS or key in moving or key not in recorded or key not in before:
+            continue
+        if type(value) in SCALARS and value == recorded[key]:
             continue
         ours, theirs = plain(value), plain(recorded[key])
         if ours != theirs and ours != plain(before[key]) and _is_plain(ours):

@@ -216,6 +216,8 @@ def _asked(get: Any) -> Any:
 def _is_deep(tree: Any) -> bool:
     level = [tree] if _is_tree(tree) else []
     for _ in range(pytree.DEEPEST + 1):
+        if not level:
+            return False
         parts = (part for one in level for part in (one.values() if isinstance(one, Mapping) else one))
         level = list({id(part): part for part in parts if _is_tree(part)}.values())
     return bool(level)
@@ -255,6 +257,8 @@ def unwrapped(thing: Any) -> Any:
 
 def contained(value: Any) -> list[torch.optim.Optimizer]:
     """Return the optimizers in a list, tuple or dict of nothing else; [] where it is another thing."""
-    members = list(value.values()) if isinstance(value, dict) else value
-    is_whole = isinstance(members, (list, tuple)) and all(isinstance(one, torch.optim.Optimizer) for one in members)
-    return list(members) if is_whole else []
+    if not isinstance(value, (dict, list, tuple)):
+        return []
+    members = list(value.values() if isinstance(value, dict) else value)
+    is_one = bool(members) and isinstance(members[0], torch.optim.Optimizer)
+    return members if is_one and all(isinstance(one, torch.optim.Optimizer) for one in members) else []

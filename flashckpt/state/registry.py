@@ -151,11 +151,11 @@ class StateRegistry:
 
     def all_optimizers(self) -> list[torch.optim.Optimizer]:
         """Return every tracked torch optimizer."""
-        return [o for group in self.optimizers.values() for o in group]
+        return list(chain.from_iterable(self.optimizers.values()))
 
     def parts(self) -> list[nn.Module]:
         """Return every tracked module."""
-        return [part for group in self.modules.values() for part in group]
+        return list(chain.from_iterable(self.modules.values()))
 
     def in_parts(self) -> list[dict[str, Sequence[TensorPart]]]:
         """Return the tensors that lie in parts, of each object that has some."""

@@ -151,10 +151,10 @@ class Structure:
     fresh: frozenset[str] = frozenset()
     forms: tuple[Any, ...] = ()
 
-    @property
+    @cached_property
     def is_sharded(self) -> bool:
         """Whether some of the tensors are DTensors."""
-        return any(one.is_sharded for one in self.box_sets)
+        return any(map(operator.attrgetter("is_sharded"), self.box_sets))
 
     @cached_property
     def first_double(self) -> str | None:
