@@ -25,7 +25,7 @@ from flashckpt.shm.persister_owner import REPEAT_S
 from flashckpt.skips import Skips
 from flashckpt.snapshot.copy_plan import CopyPlan, CurrentPlan
 from flashckpt.snapshot.stager import Snapshot, Stager, StaleWatch
-from flashckpt.state import loaders
+from flashckpt.state import samplers
 from flashckpt.state.samplers import Commits
 from flashckpt.stop_signals import DeferredSignals
 
@@ -117,7 +117,7 @@ class Session:
         began = time.perf_counter()
         number = next_step(step, last=self._last_step)
         self._commits.commit(self.tracked.objects, samples, number)
-        loaders.step_is_done()
+        samplers.step_is_done()
         try:
             self._step(number, began, is_wanted=persist or self._control.stop_after == number)
         finally:  # last: from here on the copy thread wants the GIL, and would get it wherever this thread reads a file
@@ -203,7 +203,7 @@ class Session:
     def plan_ahead(self, plan: CopyPlan | None = None) -> None:
         """Plan what the first snapshot will consist of; `plan` is of the structure built last, where there is one."""
         self._plans.look_ahead(plan)
-        loaders.put_back(self.tracked.objects)
+        samplers.put_back(self.tracked.objects)
 
     def _skip(self, step: int) -> None:
         late = not self.memory.has_slot

@@ -18,7 +18,7 @@ from flashckpt.restore.absent_state import is_of_this_rank
 from flashckpt.restore.program import Program
 from flashckpt.restore.requirements import Wanted, is_wanted
 from flashckpt.restore.source_names import SourceNames
-from flashckpt.state import group_lists, loaders, optimizer_state, pytree, rng, samplers, value_reader
+from flashckpt.state import group_lists, optimizer_state, pytree, rng, samplers, value_reader
 from flashckpt.state.group_lists import GroupsOf, beside, in_live_order
 from flashckpt.state.loaded import Giving, ask
 from flashckpt.state.registry import StateRegistry
@@ -258,7 +258,7 @@ def _restore_rng(tracked: StateRegistry, values: Values, step: int) -> list[str]
     key = f"rng@{tracked.world.suffix}"
     if key in values.all:
         rng.restore(values.all[key])
-        loaders.hold(tracked.objects, values.all[key])
+        samplers.hold(tracked.objects, values.all[key])
         return []
     rng.reseed(step=step, rank=tracked.world.rank)
     return [key]

@@ -36,8 +36,7 @@ from flashckpt.core.superblock import (
 from flashckpt.errors import DamagedError, JobInUseError
 from flashckpt.faults import crash_point
 from flashckpt.shm import block, capacity
-from flashckpt.shm.lease import Lease, is_at
-from flashckpt.shm.pin import Pin
+from flashckpt.shm.lease import Lease, Pin, is_at
 from flashckpt.shm.private import open_file
 from flashckpt.shm.segment_file import address_of, boot_id, check_place, describe_process, fill_holes, lay_out, touch
 from flashckpt.shm.slot_writer import SlotWriter

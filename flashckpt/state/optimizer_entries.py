@@ -16,9 +16,8 @@ from flashckpt.errors import UnsupportedStateError
 from flashckpt.planning.write_partition import WriteShare
 from flashckpt.state import optimizer_state
 from flashckpt.state.box_sets import BoxSets, first_alike
-from flashckpt.state.deferred_optimizer import DeferredState, example
 from flashckpt.state.module_tensors import first_shared
-from flashckpt.state.optimizer_state import PredictedBlock, name_of, usable_key
+from flashckpt.state.optimizer_state import DeferredState, PredictedBlock, example, name_of, usable_key
 from flashckpt.state.placement import Replication, World, local_of, spread_of_dtensor
 
 

@@ -21,10 +21,10 @@ from flashckpt.state.data_sources import (
     refusal_of,
     remedy_for,
 )
-from flashckpt.state.deferred_optimizer import DeferredState
 from flashckpt.state.exclusion import Exclusion
 from flashckpt.state.module_tensors import ModuleTensors, are_global, collect, may_share
 from flashckpt.state.modules import refuse_deep, unwrapped
+from flashckpt.state.optimizer_state import DeferredState
 from flashckpt.state.parts import TensorPart, parts_of
 from flashckpt.state.placement import World
 from flashckpt.state.state_layout import StateLayout

@@ -15,7 +15,7 @@ from flashckpt.core.manifest import Manifest, ShardTable, encode_manifest
 from flashckpt.core.shard import Shard, layout_hash, place
 from flashckpt.core.snapshot_id import SnapshotId, SnapshotRequest
 from flashckpt.core.superblock import SlotHeader
-from flashckpt.shm.pin import Pin
+from flashckpt.shm.lease import Pin
 from flashckpt.shm.segment import Segment, SegmentSpec
 
 SIZES = (3 * CHUNK_BYTES + 17, 70_000, 100, 0, 8)  # several chunks, one page-aligned, small, empty, scalar
