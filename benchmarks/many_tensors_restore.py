@@ -71,7 +71,7 @@ def save(count: int, root: str) -> None:
 def restore(count: int, root: str, *, profiled: bool) -> dict[str, Any]:
     """Restore in this process; return CPU seconds by phase, and check one value of each kind."""
     import flashckpt
-    from flashckpt.restore.phases import Phases
+    from flashckpt.restore.executor import Phases
 
     model, optimizer = objects(count, stepped=False)
     checkpointer = flashckpt.Checkpointer(root, job="many-tensors", persist_every=1)

@@ -22,7 +22,7 @@ import numpy as np
 
 from flashckpt.bench.measure import LoadWatch, document, summarise, write_json
 from flashckpt.native import copy_and_digest
-from flashckpt.shm import prefault
+from flashckpt.shm import segment_file
 
 Found = dict[str, list[float]]
 _ZEROS = bytes(1 << 20)
@@ -65,20 +65,22 @@ def one_round(found: Found, nbytes: int) -> None:
         found.setdefault(name, []).append((time.thread_time() - began) / nbytes * 1e9)
 
     with new_file(nbytes) as fd, mapped(-1, nbytes) as target:
-        timed("target: made in pages of 4 KiB, one call", prefault.populate, target, nbytes)
+        timed("target: made in pages of 4 KiB, one call", segment_file.populate, target, nbytes)
         timed("slot: reserved (fallocate)", os.posix_fallocate, fd, 0, nbytes)
         timed("slot: zeroed by system calls", write_zeros, fd, nbytes)
         with mapped(fd, nbytes) as slot:
-            timed("slot: mapped page by page, one call", lambda: prefault.populate(slot, nbytes, write=False))
+            timed("slot: mapped page by page, one call", lambda: segment_file.populate(slot, nbytes, write=False))
         with mapped(fd, nbytes) as slot:
-            timed("slot: mapped, one access per 64 KiB", prefault.map_held, slot, nbytes)
+            timed("slot: mapped, one access per 64 KiB", segment_file.map_held, slot, nbytes)
             timed("copy with digests", copy_with_digests, slot, target, nbytes)
             timed("memcpy", ctypes.memmove, target, slot, nbytes)
     with new_file(nbytes) as fd, mapped(fd, nbytes) as slot:
         os.posix_fallocate(fd, 0, nbytes)
-        timed("slot: zeroed and mapped by page faults, one call", lambda: prefault.populate(slot, nbytes, write=False))
+        timed(
+            "slot: zeroed and mapped by page faults, one call", lambda: segment_file.populate(slot, nbytes, write=False)
+        )
     with mapped(-1, nbytes) as target:
-        fresh = prefault.FreshMemory(np.array([target]), np.array([nbytes]))
+        fresh = segment_file.FreshMemory(np.array([target]), np.array([nbytes]))
         timed("target: made in huge pages, as far as they are quick", fresh.make, target, nbytes)
         found.setdefault("share of rounds that kept huge pages", []).append(float(fresh.huge_bytes > 0))
 

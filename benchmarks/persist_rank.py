@@ -28,8 +28,7 @@ from flashckpt.checkpoint.writer import PersistOptions, commit, persist_slot, pr
 from flashckpt.core.digest import chunk_digests
 from flashckpt.core.manifest import Manifest, ShardTable, encode_manifest
 from flashckpt.core.shard import Shard, layout_hash, place
-from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.core.snapshot_request import SnapshotRequest
+from flashckpt.core.snapshot_id import SnapshotId, SnapshotRequest
 from flashckpt.restore.executor import Target, execute_reads
 from flashckpt.restore.sources import StorageSource
 from flashckpt.shm.segment import Pin, Segment, SegmentSpec

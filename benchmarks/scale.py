@@ -28,8 +28,7 @@ from typing import Any, cast
 import numpy as np
 
 from flashckpt.checkpoint.indexes import put_indexes
-from flashckpt.checkpoint.intents import read_intents
-from flashckpt.checkpoint.proposals import Proposals
+from flashckpt.checkpoint.intents import Proposals, read_intents
 from flashckpt.checkpoint.root_records import IN_FLIGHT
 from flashckpt.checkpoint.writer import MANIFEST, commit, prefix_of
 from flashckpt.core.intent import NodeProposal
@@ -42,7 +41,7 @@ from flashckpt.daemon.persister.negotiation import CARRIED_LOOK_S, IDLE_LOOK_S
 from flashckpt.errors import ObjectMissingError
 from flashckpt.planning.packs import pack_name
 from flashckpt.planning.read_plan import plan_reads
-from flashckpt.restore import shared_manifest
+from flashckpt.restore import candidate_sources
 from flashckpt.restore.source_names import SourceNames
 from flashckpt.shm.ack_relay import AckRelay
 from flashckpt.shm.acks import SnapshotAcks
@@ -263,12 +262,12 @@ def committing(nodes: int, latency_s: float) -> dict[str, float]:
 def planning(raw: bytes, world: int) -> dict[str, float]:
     """A rank that plans its restore from the MANIFEST that the first rank of its node has decoded."""
     decode_s = cpu_of(lambda: decode_manifest(raw))
-    fd = shared_manifest.share(decode_manifest(raw))
+    fd = candidate_sources.share(decode_manifest(raw))
     wanted = index_of(world // 2, world).table
     tracemalloc.start()
 
     def plan() -> None:
-        manifest = shared_manifest.attach(shared_manifest.path_of(fd))
+        manifest = candidate_sources.attach(candidate_sources.path_of(fd))
         SourceNames([manifest])
         plan_reads(wanted, [manifest.table], names=["MANIFEST"]).require_complete(["MANIFEST"])
 

@@ -39,7 +39,7 @@ from processes import clean_up_on_sigterm, stream
 
 from flashckpt.bench.measure import LoadWatch, document, write_json
 from flashckpt.checkpoint.catalog import list_checkpoints
-from flashckpt.core.slot_header import SlotState
+from flashckpt.core.superblock import SlotState
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Segment
 from flashckpt.storage.factory import open_store

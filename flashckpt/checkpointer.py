@@ -20,7 +20,7 @@ from flashckpt.logs import guarded, notice, show_own_errors_plainly
 from flashckpt.opening import Opening
 from flashckpt.report import RestoreReport
 from flashckpt.restore.coordinator import RestoreCoordinator, RestoreRequest
-from flashckpt.restore.phases import collector_paused
+from flashckpt.restore.executor import collector_paused
 from flashckpt.restore.reader import Reader
 from flashckpt.session import Session
 from flashckpt.settings import Settings, tracking_settings

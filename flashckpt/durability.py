@@ -10,7 +10,7 @@ from flashckpt.core.snapshot_id import BEFORE_ALL, SnapshotId
 from flashckpt.errors import PersistError
 from flashckpt.report import RestoreReport
 from flashckpt.settings import Settings
-from flashckpt.shm.group_acks import AckedSnapshots
+from flashckpt.shm.acks import AckedSnapshots
 from flashckpt.shm.job_directory import DaemonStatus, JobDirectory
 from flashckpt.shm.persisted import await_persister
 from flashckpt.shm.persister_owner import SILENT_S, newest_in_words

@@ -159,7 +159,7 @@ class Environment:
         """
         for variable in TABLE.values():
             started = frozenset() if variable.is_given else STARTS[program]
-            if variable.by & {program, *started}:
+            if variable.name in self.mapping and variable.by & {program, *started}:
                 getattr(self, variable.name)
 
     FLASHCKPT_SHM_DIR = _text(

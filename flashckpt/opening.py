@@ -14,8 +14,8 @@ from flashckpt.native import implementation
 from flashckpt.node_place import OpenedJob
 from flashckpt.partnering import Partnering
 from flashckpt.planning.inventory import Inventory, local_world
+from flashckpt.restore.absent_state import recorded_beside
 from flashckpt.restore.coordinator import RestoreCoordinator, RestoreRequest
-from flashckpt.restore.recorded import recorded_beside
 from flashckpt.settings import Settings
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.job_id import earlier_job_id, root_digest

@@ -7,26 +7,25 @@ import logging
 import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Collection
 from typing import Any
 
 from flashckpt import callbacks
 from flashckpt.agent_folder import agent_folder
-from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.core.snapshot_request import SnapshotRequest
+from flashckpt.core.snapshot_id import SnapshotId, SnapshotRequest
 from flashckpt.durability import Waiting, Wanted, persisting_fails
 from flashckpt.errors import DamagedError, FormatVersionError, UnsupportedStateError
 from flashckpt.logs import guarded
 from flashckpt.node_place import Callback, NodePlace, OpenedJob
 from flashckpt.settings import next_step
 from flashckpt.shm.control import CLOSED
-from flashckpt.shm.job_directory import DaemonStatus
+from flashckpt.shm.job_directory import NO_STATUS, DaemonStatus
 from flashckpt.shm.persister_owner import REPEAT_S
 from flashckpt.skips import Skips
-from flashckpt.snapshot.copy_plan import CopyPlan
-from flashckpt.snapshot.current_plan import CurrentPlan
+from flashckpt.snapshot.copy_plan import CopyPlan, CurrentPlan
 from flashckpt.snapshot.stager import Snapshot, Stager, StaleWatch
-from flashckpt.state import loaders
+from flashckpt.state import samplers
 from flashckpt.state.samplers import Commits
 from flashckpt.stop_signals import DeferredSignals
 
@@ -49,7 +48,7 @@ class Session:
     def __init__(self, opened: OpenedJob, place: NodePlace, callback: Callback) -> None:
         self.tracked, self.directory, self.memory = opened.tracked, opened.directory, opened.memory
         self.outcome, self.mates = opened.outcome, opened.mates
-        self.stats: dict[str, float] = {}
+        self.stats: defaultdict[str, float] = defaultdict(float)
         self._settings, self._callback = opened.settings, callback
         self._pid, self._lease, self._relay, self._owner = os.getpid(), place.lease, place.relay, place.owner
         self._control, self._row, self._watermark = place.control, place.row, place.watermark
@@ -66,7 +65,7 @@ class Session:
             slots=self._settings.slot_count,
             job=self._settings.job,
             on_new_memory=self._skips.reopened,
-            on_new_plan=lambda: self._count("plans", 1),
+            on_new_plan=self._count_plan,
         )
         self._last_step, self._stepped_at, self._optimizer_steps = self._row.step, 0, 0
         self._pauses, self._pause_lock = 0, threading.Lock()
@@ -118,7 +117,7 @@ class Session:
         began = time.perf_counter()
         number = next_step(step, last=self._last_step)
         self._commits.commit(self.tracked.objects, samples, number)
-        loaders.step_is_done()
+        samplers.step_is_done()
         try:
             self._step(number, began, is_wanted=persist or self._control.stop_after == number)
         finally:  # last: from here on the copy thread wants the GIL, and would get it wherever this thread reads a file
@@ -138,12 +137,12 @@ class Session:
             self._plans.bind()
             return
         self._stager.finish()
-        self._count("finish_s", time.perf_counter() - began)
+        self.stats["finish_s"] += time.perf_counter() - began
         self._skips.tried(step, is_due=is_due)
         if not self._take(step):
             self._await_slot(step) if is_wanted else self._skip(step)
         self._watch_commits()
-        self._count("call_s", time.perf_counter() - began)
+        self.stats["call_s"] += time.perf_counter() - began
 
     def _unrecoverable(self) -> Collection[SnapshotId]:
         """Ids that some rank missed."""
@@ -193,7 +192,7 @@ class Session:
     def _discard(self, step: int, error: UnsupportedStateError) -> None:
         """Continue without the snapshot of a step at which some state has become what no snapshot can hold."""
         id_, is_owed = SnapshotId(self.outcome.record.number, step), self._wanted.owed is not None
-        self._count("discarded", 1)
+        self.stats["discarded"] += 1
         self._wanted.discarded(id_, error, persist=is_owed)
         self._watermark.publish(self.memory.complete(), low_watermark=id_)
         if str(error) not in self._refused:
@@ -204,19 +203,19 @@ class Session:
     def plan_ahead(self, plan: CopyPlan | None = None) -> None:
         """Plan what the first snapshot will consist of; `plan` is of the structure built last, where there is one."""
         self._plans.look_ahead(plan)
-        loaders.put_back(self.tracked.objects)
+        samplers.put_back(self.tracked.objects)
 
     def _skip(self, step: int) -> None:
         late = not self.memory.has_slot
-        self._count("skipped", 1)
-        self._count("late" if late else "busy", 1)
+        self.stats["skipped"] += 1
+        self.stats["late" if late else "busy"] += 1
         why = "its memory is still being reserved" if late else "every slot holds a snapshot that is still needed"
         self._skips.skipped(step, why)
         # published: ranks that lost different snapshots would keep each other's slots for ever
         self._watermark.publish(self.memory.complete(), low_watermark=SnapshotId(self.outcome.record.number, step))
 
-    def _count(self, name: str, value: float) -> None:
-        self.stats[name] = self.stats.get(name, 0.0) + value
+    def _count_plan(self) -> None:
+        self.stats["plans"] += 1
 
     # -- copy thread -------------------------------------------------------------------------------------
 
@@ -224,10 +223,10 @@ class Session:
         self._watermark.publish(self.memory.complete())
         self._watermark.known()  # kept by it: `step()` will ask
         self._wake_daemon()
-        self._count("snapshots", 1)
-        self._count("copy_s", snapshot.copied_s - snapshot.started_s)
-        self._count("complete_s", snapshot.done_s - snapshot.started_s)
-        self._count("copy_cpu_s", snapshot.cpu_s)
+        self.stats["snapshots"] += 1
+        self.stats["copy_s"] += snapshot.copied_s - snapshot.started_s
+        self.stats["complete_s"] += snapshot.done_s - snapshot.started_s
+        self.stats["copy_cpu_s"] += snapshot.cpu_s
         self._note_where(snapshot)
         if snapshot.nonfinite:
             _log.warning(
@@ -246,8 +245,8 @@ class Session:
 
     def _note_where(self, snapshot: Snapshot) -> None:
         """Count what the training thread copied, and log once that it does."""
-        self._count("copied_in_step", snapshot.is_copied_here)
-        self._count("joined_bytes", snapshot.offer.joined_bytes)
+        self.stats["copied_in_step"] += snapshot.is_copied_here
+        self.stats["joined_bytes"] += snapshot.offer.joined_bytes
         if snapshot.found_full and not self._is_full_logged:
             self._is_full_logged = True
             _log.warning(
@@ -271,7 +270,7 @@ class Session:
     def _failed(self, snapshot: Snapshot, error: Exception) -> None:
         if snapshot.needs_other_plan:
             self._plans.failed(snapshot.plan)
-        self._count("discarded", 1)
+        self.stats["discarded"] += 1
         request = snapshot.request
         self._wanted.discarded(request.id, error, persist=request.persist)
         self._watermark.publish(self.memory.complete(), low_watermark=request.id)
@@ -292,7 +291,7 @@ class Session:
         """As `Checkpointer.fence`."""
         began = time.perf_counter()
         self._stager.fence()
-        self._count("fence_s", time.perf_counter() - began)
+        self.stats["fence_s"] += time.perf_counter() - began
 
     @property
     def should_stop(self) -> bool:
@@ -319,7 +318,7 @@ class Session:
 
     def _watch_commits(self) -> None:
         mark = self.directory.status_mark()  # before it is read: what is written meanwhile is seen the next time
-        if mark is not None and mark == self._status_mark:
+        if mark is not None and mark in (self._status_mark, NO_STATUS):
             return
         status = self._status()
         self._status_mark = mark if status is not None else None
@@ -382,7 +381,7 @@ class Session:
 
     def callback_failed(self) -> None:
         """Count a callback that raised."""
-        self._count("callback_errors", 1)
+        self.stats["callback_errors"] += 1
 
     def close(self) -> None:
         """Finish the snapshot under way and let go of everything; files stay."""

@@ -18,12 +18,18 @@ from flashckpt.checkpoint.catalog import newest_checkpoint
 from flashckpt.checkpoint.commit_lease import LeaseObjects
 from flashckpt.checkpoint.generations import ReplacedRoot, check_fence, read_generations
 from flashckpt.checkpoint.indexes import missing_writers
-from flashckpt.checkpoint.intents import abandon_intent, abandoned_reason, close_intent, put_intent, read_intents
-from flashckpt.checkpoint.proposals import Proposals
+from flashckpt.checkpoint.intents import (
+    Proposals,
+    abandon_intent,
+    abandoned_reason,
+    close_intent,
+    put_intent,
+    read_intents,
+)
 from flashckpt.checkpoint.retention import Policy
 from flashckpt.checkpoint.writer import MANIFEST, PersistOptions, commit, prefix_of
-from flashckpt.core.generation import Generation
 from flashckpt.core.intent import Intent, NodeMessage
+from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.machine.logs import log_context
 from flashckpt.daemon.persister import protocol as p

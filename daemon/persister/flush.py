@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from flashckpt.checkpoint.indexes import put_indexes
 from flashckpt.checkpoint.retention import Policy
-from flashckpt.checkpoint.room import is_full, make_room
+from flashckpt.checkpoint.sweeping import is_full, make_room
 from flashckpt.checkpoint.writer import PersistOptions, prefix_of, write_packs
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.snapshot_id import SnapshotId

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from flashckpt.checkpoint.proposals import clear_proposals
+from flashckpt.checkpoint.intents import clear_proposals
 from flashckpt.checkpoint.retention import Policy, prune
 from flashckpt.checkpoint.sweeping import sweep
 from flashckpt.core.snapshot_id import SnapshotId

@@ -11,8 +11,8 @@ from collections.abc import Collection, Generator
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, TypeVar
 
-from flashckpt.core.generation import Generation
 from flashckpt.core.intent import Intent, NodeMessage, NodeProposal
+from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 
-from flashckpt.core.generation import Generation
+from flashckpt.core.lineage import Generation
 from flashckpt.errors import DamagedError, FormatVersionError, JobInUseError
 from flashckpt.shm.inventory import Identity, NodeInventory, SlotEntry
 from flashckpt.shm.segment import Segment

@@ -19,8 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from flashckpt.core.generation import Generation
 from flashckpt.core.intent import NodeMessage
+from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.machine.logs import configure, log_context, turn_over
 from flashckpt.daemon.persister import metrics

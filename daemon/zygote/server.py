@@ -51,7 +51,7 @@ OUR_MODULES = (
     "flashckpt.storage.factory",
     "flashckpt.storage.posix",
     "flashckpt.storage.direct_io",
-    "flashckpt.restore.claim",
+    "flashckpt.restore.gather",
     "flashckpt.state.replication",
     "flashckpt.sampler",
     "flashckpt.trainer.train.loop",

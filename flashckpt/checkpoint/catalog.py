@@ -18,8 +18,7 @@ from flashckpt.checkpoint.generations import read_generations
 from flashckpt.checkpoint.ranged_reads import with_values
 from flashckpt.checkpoint.root_records import parallel
 from flashckpt.checkpoint.writer import MANIFEST, TOMBSTONE, parse_prefix, prefix_of, read_start
-from flashckpt.core.generation import Generation
-from flashckpt.core.lineage import is_rolled_back
+from flashckpt.core.lineage import Generation, is_rolled_back
 from flashckpt.core.manifest import Manifest, decode_manifest, header_of
 from flashckpt.core.manifest_header import ManifestHeader, decode_manifest_header
 from flashckpt.core.snapshot_id import SnapshotId

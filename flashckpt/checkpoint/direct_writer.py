@@ -17,7 +17,7 @@ from flashckpt.checkpoint.catalog import newest_checkpoint
 from flashckpt.checkpoint.generations import check_fence, claim_generation, newest_generation
 from flashckpt.checkpoint.writer import commit, prefix_of
 from flashckpt.core.digest import chunk_digests
-from flashckpt.core.generation import Generation
+from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest import Manifest, encode_manifest
 from flashckpt.core.shard import SMALL_BYTES, Shard, place
 from flashckpt.core.shard_table import ShardTable

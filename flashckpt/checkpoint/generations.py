@@ -11,8 +11,7 @@ from pathlib import Path
 
 from flashckpt.checkpoint.root_records import explaining, open_record, parallel
 from flashckpt.checkpoint.writer import parse_prefix
-from flashckpt.core.generation import Generation
-from flashckpt.core.lineage import BEGINNING
+from flashckpt.core.lineage import BEGINNING, Generation
 from flashckpt.core.records import is_sealed, pack, seal
 from flashckpt.errors import FencedError, ObjectMissingError, RootError
 from flashckpt.faults import crash_point

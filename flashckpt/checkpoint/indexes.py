@@ -13,7 +13,7 @@ import numpy as np
 
 from flashckpt.checkpoint.root_records import parallel
 from flashckpt.core.manifest import Manifest, cover, decode_manifest, encode_manifest
-from flashckpt.core.ranged_values import NO_RANGES, concatenate, cut
+from flashckpt.core.values import NO_RANGES, concatenate, cut
 from flashckpt.errors import DamagedError, ObjectMissingError, PersistError
 from flashckpt.faults import crash_point
 from flashckpt.planning.packs import PACK_SUFFIX, index_name, ranks_of_index, values_name

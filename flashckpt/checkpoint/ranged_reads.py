@@ -8,7 +8,7 @@ from typing import Any
 
 from flashckpt.checkpoint.root_records import parallel
 from flashckpt.core.manifest import Manifest
-from flashckpt.core.ranged_values import NO_RANGES
+from flashckpt.core.values import NO_RANGES
 from flashckpt.errors import DamagedError, ObjectMissingError
 from flashckpt.storage.store import Store
 

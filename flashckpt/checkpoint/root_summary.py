@@ -11,7 +11,7 @@ from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.checkpoint.generations import read_generations
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError, may_pass
-from flashckpt.planning.root_view import RootSummary
+from flashckpt.planning.selection import RootSummary
 from flashckpt.storage.factory import open_in_rank
 from flashckpt.storage.store import Store
 

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from flashckpt.cli.common import human_bytes, jobs_on_this_machine
-from flashckpt.core.generation import Generation
-from flashckpt.core.lineage import is_rolled_back
+from flashckpt.core.lineage import Generation, is_rolled_back
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError
 from flashckpt.replicate import records

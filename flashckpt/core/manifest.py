@@ -32,13 +32,11 @@ from flashckpt.core.manifest_header import (
     encode_manifest_header,
     read_frame,
 )
-from flashckpt.core.ranged_values import NO_RANGES, RangedValues, concatenate, ranged_from
 from flashckpt.core.records import integer, snapshot_id, text
 from flashckpt.core.schema import check_objects, check_rows, cut_tensors_with_gaps
 from flashckpt.core.shard_table import ShardTable, columns_of, table_from_columns
-from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.core.snapshot_request import SnapshotRequest
-from flashckpt.core.values import pack_values, packed, unpack_values
+from flashckpt.core.snapshot_id import SnapshotId, SnapshotRequest
+from flashckpt.core.values import NO_RANGES, RangedValues, concatenate, pack_values, packed, ranged_from, unpack_values
 from flashckpt.errors import DisagreementError
 
 __all__ = ["Manifest", "ShardTable", "cover", "decode_manifest", "encode_manifest", "encode_table", "merge"]
@@ -147,10 +145,11 @@ def encode_manifest(m: Manifest, *, table_bytes: bytes | None = None) -> bytes:
     }
     body_map |= {"is_part": True} if m.is_part else {}
     body_map |= {"covers": list(m.covers)} if m.covers else {}
-    body_map |= {"ranged": m.ranged.packed()} if len(m.ranged) else {}
+    has_ranges = len(m.ranged) > 0
+    body_map |= {"ranged": m.ranged.packed()} if has_ranges else {}
     body = msgpack.packb(body_map)
     # A program that does not know ranges would restore without these values, so it has to refuse the whole.
-    major = MAJOR_WITH_RANGES if len(m.ranged) else MAJOR
+    major = MAJOR_WITH_RANGES if has_ranges else MAJOR
     prefix = PREFIX.pack(MAGIC, major, MINOR_WITH_SUMMARY if m.rank < 0 else MINOR, 0, len(body))
     return b"".join((prefix, struct.pack("<Q", digest(prefix + body)), body))
 

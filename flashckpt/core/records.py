@@ -88,7 +88,7 @@ def pack(record: Any, *, leave_out: Collection[str] = ()) -> dict[str, Any]:
         record: A dataclass of the types that `unpack` knows.
         leave_out: Fields that this kind of record does not carry.
     """
-    return {_key(one): getattr(record, one.name) for one in fields(record) if one.name not in leave_out}
+    return {key: getattr(record, name) for name, key, *_ in _schema(type(record)) if name not in leave_out}
 
 
 def unpack(
@@ -125,12 +125,15 @@ def _schema(kind: Any) -> tuple[tuple[str, str, Any, int, bool], ...]:
     """Return (name, key in the map, type, least integer, whether it has a default) of each field."""
     hints = typing.get_type_hints(kind)
     return tuple(
-        (one.name, _key(one), hints[one.name], one.metadata.get("least", 0), _has_default(one)) for one in fields(kind)
+        (
+            one.name,
+            str(one.metadata.get("key", one.name)),
+            hints[one.name],
+            one.metadata.get("least", 0),
+            _has_default(one),
+        )
+        for one in fields(kind)
     )
-
-
-def _key(one: Field[Any]) -> str:
-    return str(one.metadata.get("key", one.name))
 
 
 def _has_default(one: Field[Any]) -> bool:
@@ -139,16 +142,15 @@ def _has_default(one: Field[Any]) -> bool:
 
 def _checked(hint: Any, value: Any, least: int) -> Any:
     """Return `value` as the annotation `hint` says; ValueError where it is not of that type."""
+    if hint is int:
+        return integer(value, least)
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):  # only `T | None`
-        (inner,) = (part for part in parts if part is not type(None))
-        return None if value is None else _checked(inner, value, least)
+        return None if value is None else _checked(parts[parts[0] is type(None)], value, least)
     if origin is tuple:
         return tuple(_checked(parts[0], one, least) for one in _of(list, value))
     if hint is SnapshotId:
         return snapshot_id(value, least)
-    if hint is int:
-        return integer(value, least)
     if hint is float:
         return number(value)
     return text(value) if hint is str else _of(origin or hint, value)

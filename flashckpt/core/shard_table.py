@@ -45,7 +45,7 @@ class ShardTable:
         self.fqn_id, self.dtype_id, self.ndim = columns["fqn_id"], columns["dtype_id"], columns["ndim"]
         self.replica, self.byte_offset, self.nbytes = columns["replica"], columns["byte_offset"], columns["nbytes"]
         self.first_chunk, self.object_id = columns["first_chunk"], columns["object_id"]
-        self.global_shape, self.offsets, self.lengths = (columns[name] for name in _DIMS)
+        self.global_shape, self.offsets, self.lengths = columns["global_shape"], columns["offsets"], columns["lengths"]
         self.dim_start = np.concatenate(([0], np.cumsum(self.ndim, dtype=np.int64)))
         self._shards: dict[int, Shard] = {}
         self._asked: tuple[Sequence[str] | None, np.ndarray] = None, np.zeros(0, np.int64)
@@ -175,7 +175,7 @@ class ShardTable:
     def __len__(self) -> int:
         return len(self.fqn_id)
 
-    @property
+    @cached_property
     def chunks(self) -> int:
         """Digests needed: one past the last chunk of any row."""
         return int((self.first_chunk + chunk_counts(self.nbytes)).max(initial=0))
@@ -341,8 +341,8 @@ def chunk_counts(nbytes: np.ndarray) -> np.ndarray:
 
 def first_chunks(nbytes: np.ndarray) -> np.ndarray:
     """Return the index of each row's first digest: they lie in the order of the rows."""
-    ends = np.cumsum(chunk_counts(nbytes), dtype=np.int64)
-    starts: np.ndarray = ends - chunk_counts(nbytes)
+    counts = chunk_counts(nbytes)
+    starts: np.ndarray = np.cumsum(counts, dtype=np.int64) - counts
     return starts
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import IntEnum
 
 from flashckpt.core.digest import digest
 from flashckpt.core.shard import ALIGN_LARGE, round_up
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import ConfigError, DamagedError, FormatVersionError
 
 PAGE = 4096
@@ -30,6 +33,7 @@ class SegmentSpec:
         manifest_capacity: Bytes of each slot's manifest area, rounded up to pages.
         data_capacity: Bytes of each slot's data area, rounded up to pages.
         layout_hash: u64 of the shards it holds (`layout.layout_hash`).
+        slot_bytes: Bytes of one slot: header page, manifest area, data area.
     """
 
     job: str
@@ -39,6 +43,7 @@ class SegmentSpec:
     manifest_capacity: int
     data_capacity: int
     layout_hash: int
+    slot_bytes: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not MIN_SLOTS <= self.slots <= MAX_SLOTS:
@@ -48,11 +53,7 @@ class SegmentSpec:
             raise ConfigError("the job id is too long", found=f"{len(self.job.encode())} bytes", expected="up to 256")
         object.__setattr__(self, "manifest_capacity", round_up(self.manifest_capacity, PAGE))
         object.__setattr__(self, "data_capacity", round_up(self.data_capacity, ALIGN_LARGE))
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of one slot: header page, manifest area, data area."""
-        return PAGE + self.manifest_capacity + self.data_capacity
+        object.__setattr__(self, "slot_bytes", PAGE + self.manifest_capacity + self.data_capacity)
 
     @property
     def nbytes(self) -> int:
@@ -65,11 +66,11 @@ class SegmentSpec:
 
     def manifest_at(self, slot: int) -> int:
         """Byte offset of the manifest area of a slot."""
-        return self.header_at(slot) + PAGE
+        return PAGE + slot * self.slot_bytes + PAGE
 
     def data_at(self, slot: int) -> int:
         """Byte offset of the data area of a slot, a multiple of 4096."""
-        return self.manifest_at(slot) + self.manifest_capacity
+        return PAGE + slot * self.slot_bytes + PAGE + self.manifest_capacity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,3 +146,108 @@ def decode_owner(raw: bytes) -> int:
     if len(raw) < _OWNER.size + 8 or digest(fields) != struct.unpack_from("<Q", raw, _OWNER.size)[0]:
         return 0
     return int(_OWNER.unpack(fields)[0])
+
+
+# -- Slot headers: bytes in, bytes out. Byte tables are in docs/format.md ------------------------------------------
+
+HEADER_COPY_BYTES = 2048
+"""Two copies per header page: A at +0, B at +2048."""
+_HEADER = struct.Struct("<8sQQqIIiIqqQQQ")
+_MAGIC = b"FCKSLOT1"
+HEADER_BYTES = _HEADER.size + 8  # the checksum follows the fields
+_PERSIST, _HAS_PARENT = 1, 2
+
+
+class SlotState(IntEnum):
+    """State of a slot."""
+
+    EMPTY = 0
+    WRITING = 1
+    COMPLETE = 2
+
+
+_STATES = frozenset(SlotState)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotHeader:
+    """One valid header of a slot.
+
+    Attributes:
+        sequence: Counts every header written to this slot; 0 for one never written.
+        generation, step: The snapshot id.
+        state: EMPTY, WRITING or COMPLETE.
+        world_size, rank: Of the worker group that took it; global rank.
+        persist: A persist step: the daemon writes it to storage.
+        parent: (generation, step) this generation was restored from.
+        manifest_bytes, manifest_digest: Of the manifest area; 0 unless COMPLETE.
+        data_bytes: Used bytes of the data area; 0 unless COMPLETE.
+    """
+
+    sequence: int = 0
+    generation: int = 0
+    step: int = 0
+    state: SlotState = SlotState.EMPTY
+    world_size: int = 0
+    rank: int = 0
+    persist: bool = False
+    parent: SnapshotId | None = None
+    manifest_bytes: int = 0
+    manifest_digest: int = 0
+    data_bytes: int = 0
+
+    @property
+    def identity(self) -> SnapshotId:
+        """(generation, step)."""
+        return SnapshotId(self.generation, self.step)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the slot holds a whole snapshot."""
+        return self.state is SlotState.COMPLETE
+
+
+def encode_header(h: SlotHeader) -> bytes:
+    """Return one header copy, its checksum at the end."""
+    flags = (_PERSIST if h.persist else 0) | (_HAS_PARENT if h.parent is not None else 0)
+    parent = h.parent or (0, 0)
+    fields = _HEADER.pack(
+        _MAGIC, h.sequence, h.generation, h.step, h.state, h.world_size, h.rank, flags, *parent,
+        h.manifest_bytes, h.manifest_digest, h.data_bytes,
+    )  # fmt: skip
+    return fields + struct.pack("<Q", digest(fields))
+
+
+@functools.lru_cache(maxsize=64)  # a rank reads its own few headers several times per snapshot
+def decode_header(raw: bytes) -> SlotHeader | None:
+    """Return the header in one copy, or None if it is torn, damaged or was never written: a matter of its bytes alone."""
+    fields, checksum = raw[: _HEADER.size], raw[_HEADER.size : HEADER_BYTES]
+    if len(checksum) != 8 or digest(fields) != struct.unpack("<Q", checksum)[0]:
+        return None
+    magic, sequence, generation, step, state, world, rank, flags, p_gen, p_step, m_bytes, m_digest, data = (
+        _HEADER.unpack(fields)
+    )
+    if magic != _MAGIC or state not in _STATES:
+        return None
+    return SlotHeader(
+        sequence=sequence,
+        generation=generation,
+        step=step,
+        state=SlotState(state),
+        world_size=world,
+        rank=rank,
+        persist=bool(flags & _PERSIST),
+        parent=SnapshotId(p_gen, p_step) if flags & _HAS_PARENT else None,
+        manifest_bytes=m_bytes,
+        manifest_digest=m_digest,
+        data_bytes=data,
+    )
+
+
+def newest_copy(page: bytes) -> tuple[SlotHeader, int]:
+    """Return the valid header with the highest sequence and the copy (0 or 1) to overwrite next."""
+    first = decode_header(page[:HEADER_BYTES])
+    second = decode_header(page[HEADER_COPY_BYTES : HEADER_COPY_BYTES + HEADER_BYTES])
+    if second is not None and (first is None or second.sequence > first.sequence):
+        return second, 0
+    return (SlotHeader(), 0) if first is None else (first, 1)

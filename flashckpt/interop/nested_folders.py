@@ -17,7 +17,7 @@ import torch
 from flashckpt.checkpoint import direct_writer
 from flashckpt.checkpoint.catalog import read_manifest
 from flashckpt.checkpoint.choice import OURS, choose_checkpoint
-from flashckpt.core.generation import Generation
+from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard import Shard
 from flashckpt.errors import ConfigError, DamagedError, FlashckptError, NoCheckpointError

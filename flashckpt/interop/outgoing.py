@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flashckpt.core.box import Box
-from flashckpt.core.shard import ITEMSIZE, Shard
+from flashckpt.core.shard import ITEMSIZE, Box, Shard
 from flashckpt.interop.casting import cast
 from flashckpt.restore.executor import Target, execute_reads
 from flashckpt.restore.sources import StorageSource

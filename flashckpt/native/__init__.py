@@ -8,6 +8,7 @@ May import: core, errors; no torch.
 from flashckpt.native.copying import (
     IMPLEMENTATIONS,
     LEVEL_VARIABLE,
+    SharedCopy,
     copy_and_digest,
     digest_ranges,
     implementation,
@@ -16,7 +17,6 @@ from flashckpt.native.copying import (
 )
 from flashckpt.native.descriptors import DescriptorError, UnusableMemoryError
 from flashckpt.native.guarding import GuardedMap
-from flashckpt.native.shared_copy import SharedCopy
 
 __all__ = [
     "IMPLEMENTATIONS",

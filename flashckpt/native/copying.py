@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+from collections import defaultdict
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from flashckpt.environment import env
 from flashckpt.errors import ConfigError
@@ -119,9 +122,8 @@ def digest_ranges(memory: Any, starts: Any, sizes: Any) -> Digests:
 
 def choose_level(level: str | None) -> str:
     """Return the level of a name, or for None what FLASHCKPT_COPY names or the best one. Raises as `implementation`."""
-    usable = levels()
     if name := level or env.FLASHCKPT_COPY:
-        if name not in usable:
+        if name not in (usable := levels()):
             raise ConfigError(
                 f"unsupported copy implementation {name!r} on this CPU",
                 found=f"{LEVEL_VARIABLE}={name}" if level is None else f"level={name!r}",
@@ -132,4 +134,124 @@ def choose_level(level: str | None) -> str:
                 else "leave it out: the best one is chosen",
             )
         return name
-    return usable[-1]
+    return NATIVE[-1] if NATIVE else PYTHON
+
+
+# -- One copy that two threads do together: each takes the next row until none is left -----------------------------
+
+_NOT_CHECKED = -1
+
+
+class SharedCopy:
+    """A `copy_and_digest` of many rows that another thread may join while it is under way.
+
+    Args:
+        descriptors: As `copy_and_digest`.
+        digests: uint64[k] that digests go to.
+        first_chunks: int64[n], needed: rows are not taken in order.
+        level: As `copy_and_digest`.
+
+    Raises:
+        DescriptorError: A form is wrong.
+        ConfigError: There is no such level here.
+    """
+
+    def __init__(self, descriptors: Any, digests: Digests, first_chunks: Any, *, level: str | None = None) -> None:
+        self._rows = rows_of(descriptors)
+        first = first_chunks_of(first_chunks, self._rows)
+        assert first is not None  # the digests of rows that are taken in any order have their places
+        self._first = first
+        self._digests = output_of(digests, self._rows, self._first)
+        self._level = choose_level(level)
+        self._next = np.full(1, _NOT_CHECKED, np.int64)
+        self._numbers = iter(range(len(self._rows)))
+        self._checked, self._is_refused = threading.Event(), False
+
+    def run(self, *, check: bool = True) -> None:
+        """Check all rows, open them to whoever joins, and take rows; call it once, and `join` from other threads.
+
+        Rows that another thread has taken may still be on their way when this returns.
+
+        Raises:
+            DescriptorError, UnusableMemoryError: As `copy_and_digest`; nothing was copied, by nobody.
+        """
+        try:
+            finding = (
+                self._run_python(check=check)
+                if self._level == PYTHON
+                else Refusal(*part.run(*self._native(check=check)))
+            )
+        finally:
+            if self._next[0] == _NOT_CHECKED:  # it did not get there: nobody may wait for it
+                self._next[0] = len(self._rows)
+        if finding.problem:
+            raise error_of(finding, self._rows)
+
+    def join(self) -> int:
+        """Take rows too, until none is left; wait for their check if `run` has begun or will at once. Returns bytes copied."""
+        if self._level != PYTHON:
+            return int(part.join(*self._native(check=False)))
+        self._checked.wait()
+        return 0 if self._is_refused else self._take_python()
+
+    def _native(self, *, check: bool) -> tuple[Any, ...]:
+        rows, digests = self._rows, self._digests
+        at = (rows.ctypes.data, len(rows), self._first.ctypes.data, digests.ctypes.data, len(digests))
+        return (NATIVE.index(self._level), *at, self._next.ctypes.data, check)
+
+    def _run_python(self, *, check: bool) -> Refusal:
+        self._is_refused = True  # unless the check comes to its end
+        try:
+            finding, _ = fallback.checked(self._rows, self._first, self._digests, check=check)
+            self._is_refused = bool(finding.problem)
+        finally:
+            self._checked.set()
+        if not finding.problem:
+            self._take_python()
+        return finding
+
+    def _take_python(self) -> int:
+        return fallback.copy_rows(self._rows, self._first, self._digests, self._numbers)
+
+
+# -- Walks over very many Python objects by the C part; the callers have the same in Python for where there is none
+
+_same_members = getattr(part, "same_members", None)  # a C part that was built of older sources lacks both
+_read_counters = getattr(part, "read_counters", None)
+
+
+class CounterPath(NamedTuple):
+    """How memory leads from a Python object to a counter of 4 bytes: bytes from the start of each to the next one's address.
+
+    Attributes:
+        to_body: From the object.
+        to_counter: From what is there.
+        to_value: From what is there.
+    """
+
+    to_body: int
+    to_counter: int
+    to_value: int
+
+
+def same_members(dicts: list[Any], lists: list[Any], held: list[Any]) -> bool | None:
+    """Return whether the values of the dicts, then the elements of the lists, are the very objects of `held`, in order.
+
+    Returns:
+        None where the C part cannot say it: it does not run here, or a container is of a class that may iterate in its own way.
+    """
+    if _same_members is None or not is_native():
+        return None
+    found: bool | None = _same_members(dicts, defaultdict, lists, held)
+    return found
+
+
+def read_counters(objects: list[Any], path: CounterPath) -> npt.NDArray[np.uint32] | None:
+    """Return the counter that `path` leads to from each object; None where one leads nowhere, or the C part does not run here.
+
+    The path must have been found to be right for objects of this kind: memory is read without being asked for.
+    """
+    if _read_counters is None or not is_native():
+        return None
+    found = np.empty(len(objects), np.uint32)
+    return found if _read_counters(objects, *path, found.ctypes.data) else None

@@ -7,17 +7,87 @@ the rows that meet it tile it without overlapping (what FSDP, TP and their produ
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from flashckpt.core.box import Box
 from flashckpt.core.schema import mixed_coordinates
-from flashckpt.core.shard import Shard
+from flashckpt.core.shard import Box, Shard
 from flashckpt.core.shard_table import ShardTable, ranges
 from flashckpt.errors import TensorMismatchError
-from flashckpt.planning.reads import Gap, Reads
+
+# -- Reads as values: one box from one row of one source, and many of them as columns. Pure ------------------------
+
+
+class SourceRow(NamedTuple):
+    """A row of one of the tables that are read from."""
+
+    source: int
+    row: int
+
+
+class Gap(NamedTuple):
+    """A part of a wanted shard that is in no source."""
+
+    target: int
+    box: Box
+
+
+class Read(NamedTuple):
+    """One box that is read from one row of one source into one wanted shard.
+
+    Attributes:
+        target: Row of the wanted table.
+        source: Index of the source table.
+        row: Row of that table.
+        box: In the index space of the global tensor.
+    """
+
+    target: int
+    source: int
+    row: int
+    box: Box
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Reads:
+    """Reads as columns; see `ReadPlan`."""
+
+    target: Ints
+    source: Ints
+    row: Ints
+    offsets: Ints
+    lengths: Ints
+
+    def of(self, source: int) -> Reads:
+        """Return the same reads as those of source `source`."""
+        return replace(self, source=np.full(len(self.target), source, np.int64))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Reads], width: int) -> Reads:
+        """Return several one after another."""
+        flat = {
+            name: np.concatenate([np.zeros(0, np.int64), *(getattr(part, name) for part in parts)])
+            for name in ("target", "row", "source")
+        }
+        wide = {
+            name: np.concatenate([np.zeros((0, width), np.int64), *(getattr(part, name) for part in parts)])
+            for name in ("offsets", "lengths")
+        }
+        return cls(**flat, **wide)
+
+    @classmethod
+    def of_single(cls, reads: Sequence[Read], width: int) -> Reads:
+        """Return single reads as columns."""
+        offsets, lengths = np.zeros((len(reads), width), np.int64), np.ones((len(reads), width), np.int64)
+        for k, read in enumerate(reads):
+            ndim = len(read.box.offsets)
+            offsets[k, :ndim], lengths[k, :ndim] = read.box
+        columns = np.array([read[:3] for read in reads], np.int64).reshape(-1, 3)
+        return cls(target=columns[:, 0], source=columns[:, 1], row=columns[:, 2], offsets=offsets, lengths=lengths)
+
 
 Ints = npt.NDArray[np.int64]
 MOST_PAIRS = 1 << 16
@@ -224,3 +294,56 @@ def fingerprints(low: Ints, high: Ints) -> npt.NDArray[np.uint64]:
 def _box(table: ShardTable, row: int) -> Box:
     shard = table.shard(row)
     return Box(shard.offsets, shard.lengths)
+
+
+# -- Whether two tables hold the same elements of their tensors, however these are cut into rows. Pure, numpy only -
+
+
+def has_same_regions(wanted: ShardTable, held: ShardTable, *, common_only: bool = False) -> bool:
+    """Return whether `held` has exactly the elements of every tensor in `wanted`, as rows that do not overlap.
+
+    Args:
+        wanted: The tensors that are looked at.
+        held: Other tensors in it do not count.
+        common_only: Tensors that `held` does not have at all do not count either.
+    """
+    here = held.places(wanted.fqns)
+    if not common_only and (here < 0).any():
+        return False
+    kept = np.flatnonzero(here >= 0)
+    if _are_same_rows(wanted, held, kept, here[kept]):
+        return True
+    width = max(int(wanted.ndim.max(initial=0)), int(held.ndim.max(initial=0)))
+    mine, theirs = (_region_sums(table, width) for table in (wanted, held))
+    return bool((mine[kept] == theirs[here[kept]]).all())
+
+
+def _are_same_rows(
+    wanted: ShardTable, held: ShardTable, mine: npt.NDArray[np.int64], theirs: npt.NDArray[np.int64]
+) -> bool:
+    """Return whether each tensor is one row on both sides, and the same one: nearly always, and quick to see."""
+    firsts, width = [], max(int(wanted.ndim.max(initial=0)), int(held.ndim.max(initial=0)))
+    for table, tensors in ((wanted, mine), (held, theirs)):
+        order, starts = table.rows_by_tensor
+        if (starts[tensors + 1] - starts[tensors] != 1).any():
+            return False
+        firsts.append(order[starts[tensors]])
+    for name in ("offsets", "lengths"):
+        own, other = (
+            table.dims(getattr(table, name), rows, width, -1)
+            for table, rows in zip((wanted, held), firsts, strict=True)
+        )
+        if not np.array_equal(own, other):
+            return False
+    return True
+
+
+def _region_sums(table: ShardTable, width: int) -> npt.NDArray[np.uint64]:
+    """Return for each tensor 64 bits that depend on the elements its rows hold, and not on how they are cut."""
+    rows = np.arange(len(table))
+    low = table.dims(table.offsets, rows, width, 0)
+    high = low + table.dims(table.lengths, rows, width, 1)
+    order, starts = table.rows_by_tensor
+    sums = np.concatenate((np.zeros(1, np.uint64), np.cumsum(fingerprints(low, high)[order])))
+    found: npt.NDArray[np.uint64] = sums[starts[1:]] - sums[starts[:-1]]
+    return found

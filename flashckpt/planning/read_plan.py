@@ -14,13 +14,10 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from flashckpt.core.box import Box
-from flashckpt.core.shard import ITEMSIZE, Shard
+from flashckpt.core.shard import ITEMSIZE, Box, Shard
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.errors import ShardGapError
-from flashckpt.planning.box_cover import cover
-from flashckpt.planning.box_match import match, refuse_other_kind, row_boxes
-from flashckpt.planning.reads import Gap, Read, Reads, SourceRow
+from flashckpt.planning.box_match import Gap, Read, Reads, SourceRow, match, refuse_other_kind, row_boxes
 
 Ints = npt.NDArray[np.int64]
 
@@ -230,3 +227,35 @@ def _gap_error(shard: Shard, left: Sequence[Box], sources: Sequence[ShardTable],
         state="Nothing was changed by this tensor.",
         remedy="restore an older step (flashckpt ls ROOT), or leave the tensor out with restore(only=...)",
     )
+
+
+# -- Which rows cover a box, cut out of it one by one: the general case, for the few boxes no shortcut fits. Pure --
+
+RowBox = tuple[int, Box]
+"""A row of a table and the part of a box that is taken from it."""
+
+
+def cover(left: list[Box], rows: Sequence[RowBox]) -> tuple[list[RowBox], list[Box]]:
+    """Return what each row gives of the boxes in `left`, rows in the order given, and the boxes that are still left.
+
+    Args:
+        left: Boxes to be covered, none overlapping another.
+        rows: Each row with its box. A row that is all of a box goes before the others.
+    """
+    found: list[RowBox] = []
+    exact = [one for one in rows if one[1] in left]
+    if exact and len(left) == 1:
+        return exact[:1], []
+    for row, box in [*exact, *rows]:
+        if not left:
+            break
+        rest: list[Box] = []
+        for whole in left:
+            part = whole.intersection(box)
+            if part is None:
+                rest.append(whole)
+            else:
+                found.append((row, part))
+                rest += whole.without(part)
+        left = rest
+    return found, left

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from flashckpt.core.slot_header import SlotHeader
 from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.core.superblock import SlotHeader
 
 
 def choose_slot(

@@ -48,7 +48,10 @@ class WriteShare:
 
 def cut_dimension(lengths: Sequence[int]) -> int:
     """Return the dimension along which a box is cut: the first one longer than 1, so that pieces are contiguous."""
-    return next((dim for dim, length in enumerate(lengths) if length > 1), 0)
+    for dim, length in enumerate(lengths):
+        if length > 1:
+            return dim
+    return 0
 
 
 def partition_writes(parts: Sequence[WritePart], writers: int) -> dict[str, tuple[WriteShare, ...]]:

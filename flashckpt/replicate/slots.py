@@ -17,13 +17,11 @@ from pathlib import Path
 import numpy as np
 
 from flashckpt.core.digest import CHUNK_BYTES, digest
-from flashckpt.core.generation import Generation
-from flashckpt.core.lineage import is_rolled_back
+from flashckpt.core.lineage import Generation, is_rolled_back
 from flashckpt.core.manifest import Manifest, decode_manifest, encode_table
 from flashckpt.core.shard_table import chunk_counts
-from flashckpt.core.slot_header import SlotHeader
-from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.core.snapshot_request import SnapshotRequest
+from flashckpt.core.snapshot_id import SnapshotId, SnapshotRequest
+from flashckpt.core.superblock import SlotHeader
 from flashckpt.errors import DamagedError, FlashckptError, FormatVersionError
 from flashckpt.faults import crash_point
 from flashckpt.native import digest_ranges

@@ -6,26 +6,33 @@ of kinds.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, repeat
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard import Shard, split_owner
 from flashckpt.core.shard_table import ShardTable
+from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.errors import FlashckptError
 from flashckpt.restore.source_names import Kind, SourceNames
-from flashckpt.state import optimizer_state, state_forms
+from flashckpt.shm.job_directory import JobDirectory
+from flashckpt.shm.segment import Segment
+from flashckpt.state import optimizer_entries, optimizer_state
 from flashckpt.state.box_sets import first_alike
+from flashckpt.state.optimizer_entries import Form
 from flashckpt.state.placement import LocalBox, boxes_of
 from flashckpt.state.registry import StateRegistry
-from flashckpt.state.state_forms import Form
 
 Ints = npt.NDArray[np.int64]
 _LAST = operator.itemgetter(2)
@@ -80,10 +87,10 @@ class AbsentBlock:
 
     def _make(self, key: AbsentKey) -> list[torch.Tensor]:
         shape, dtype = key.kind.global_shape, getattr(torch, key.kind.dtype)
-        is_plain = key.form == state_forms.USUAL and type(self.params[0]) in _PLAIN
+        is_plain = key.form == optimizer_entries.USUAL and type(self.params[0]) in _PLAIN
         singly = self.params[:1] if is_plain else self.params
         made = [
-            state_forms.allocate(p, key.key, shape=shape, dtype=dtype, group=self.group, fqn=fqn, form=key.form)
+            optimizer_entries.allocate(p, key.key, shape=shape, dtype=dtype, group=self.group, fqn=fqn, form=key.form)
             for p, fqn in zip(singly, key.fqns, strict=False)
         ]
         alike = self.params[len(singly) :]
@@ -277,7 +284,7 @@ def _key(param: torch.Tensor, key: str, fqns: Sequence[str], names: SourceNames)
 
 
 def key_of_kind(
-    param: torch.Tensor, key: str, fqns: Sequence[str], kind: Kind, form: Form = state_forms.USUAL
+    param: torch.Tensor, key: str, fqns: Sequence[str], kind: Kind, form: Form = optimizer_entries.USUAL
 ) -> AbsentKey:
     """Return one key of state that parameters lack.
 
@@ -288,6 +295,61 @@ def key_of_kind(
         kind: Dtype and shape of each.
         form: How each lies beside its parameter.
     """
-    is_beside = kind.global_shape == tuple(param.shape) and form[0] in ("", state_forms.LOCAL)
+    is_beside = kind.global_shape == tuple(param.shape) and form[0] in ("", optimizer_entries.LOCAL)
     like = param if is_beside else torch.empty(kind.global_shape, device="meta")
     return AbsentKey(key=key, fqns=fqns, kind=kind, boxes=boxes_of(fqns[0], like), form=form)
+
+
+# -- What the newest snapshot on this node has and live state has not made yet: memory is reserved for that too ----
+
+
+def recorded_beside(table: ShardTable, layout: int, directory: JobDirectory, tracked: StateRegistry) -> list[Shard]:
+    """Return shards of the newest snapshot that are not among the planned ones: optimizer state, lists of tensors.
+
+    Only a forecast: what the restore then brings is planned when it is there.
+
+    Args:
+        table: What memory would be reserved for.
+        layout: Its layout hash; where this rank's newest snapshot has the same, there is nothing to add.
+        directory: Of the job on this node.
+        tracked: The live objects, after `structure`.
+    """
+    own = [(identity, held) for identity, _, held, *_ in _slots(directory.segments(rank=tracked.world.rank))]
+    if own and max(own)[1] == layout:  # the usual restart: without a look at the segments of all other ranks
+        return []
+    slots = list(_slots(directory.segments()))
+    newest = max((identity for identity, *_ in slots), default=None)
+    held = [one for one in slots if one[0] == newest]
+    mine = [one for one in held if one[1] == tracked.world.rank]
+    if not held or any(one[2] == layout for one in mine):
+        return []
+    labels = {*tracked.modules, *tracked.optimizers, *tracked.objects}
+    known = set(table.fqns)
+    manifests = list(_manifests(mine or held))
+    if mine and manifests and manifests[0].world_size == tracked.world.size:
+        held_rows = manifests[0].table
+        found = [held_rows.shard(row) for row in range(len(held_rows)) if held_rows.fqn(row) not in known]
+        named = [(split_owner(shard.fqn)[0], shard) for shard in found]
+        return [shard for fqn, shard in named if fqn.partition(".")[0] in labels and not tracked.exclusion(fqn)]
+    state = absent_state(tracked, SourceNames(list(_manifests(held))))
+    return [shard for shard in state.shards if shard.fqn not in known]
+
+
+def _slots(segments: Sequence[Path]) -> Iterator[tuple[SnapshotId, int, int, Path, int]]:
+    """Yield (identity, rank, layout hash, segment, slot) of each COMPLETE slot of some segments of this node."""
+    for path in segments:
+        with contextlib.suppress(FlashckptError, OSError), contextlib.closing(Segment.attach(path)) as segment:
+            for slot, header in enumerate(segment.headers()):
+                if header.is_complete:
+                    yield header.identity, segment.spec.rank, segment.spec.layout_hash, path, slot
+
+
+def _manifests(slots: Sequence[tuple[SnapshotId, int, int, Path, int]]) -> Iterator[Manifest]:
+    for identity, _, _, path, slot in slots:
+        with contextlib.suppress(FlashckptError, OSError), contextlib.closing(Segment.attach(path)) as segment:
+            pin = segment.pin(slot)
+            if pin is not None:
+                with pin:
+                    manifest = pin.manifest()
+                if manifest.identity == identity:
+                    yield manifest

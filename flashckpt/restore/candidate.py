@@ -12,26 +12,33 @@ from functools import cached_property
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard import split_owner
 from flashckpt.errors import TensorMismatchError
+from flashckpt.planning.box_match import has_same_regions
 from flashckpt.planning.peer_index import PeerQuery
 from flashckpt.planning.read_plan import ReadPlan, plan_reads
-from flashckpt.planning.same_layout import has_same_regions
 from flashckpt.planning.selection import Candidate, RestoreRequest, SlotLocation
 from flashckpt.printable import counted
 from flashckpt.report import RestoreReport
 from flashckpt.restore import live_memory, unexpected
 from flashckpt.restore.candidate_sources import CandidateSources
-from flashckpt.restore.executor import RemoteFetcher, RestoreCounts, execute
-from flashckpt.restore.gaps import half_restored, missing_error
+from flashckpt.restore.executor import Phases, RemoteFetcher, RestoreCounts, execute
 from flashckpt.restore.live_memory import LiveMemory
-from flashckpt.restore.phases import Phases
 from flashckpt.restore.program import Program, compare
 from flashckpt.restore.requirements import LiveState, Requirements, Wanted, requirements
 from flashckpt.restore.source_names import SourceNames
 from flashckpt.restore.sources import Source
-from flashckpt.restore.values import Applied, Values, apply_values, missing_values, unnamed_values, value_tensors
+from flashckpt.restore.values import (
+    Applied,
+    Values,
+    apply_values,
+    half_restored,
+    missing_error,
+    missing_values,
+    unnamed_values,
+    value_tensors,
+)
 from flashckpt.restore.votes import Rejection, attempted
 from flashckpt.shm.segment import Segment
-from flashckpt.state import left_out
+from flashckpt.state import exclusion
 from flashckpt.state.optimizer_state import in_program_order
 from flashckpt.state.registry import StateRegistry
 
@@ -178,7 +185,7 @@ def prepare(attempt: Attempt, sources: CandidateSources, *, exact: bool, named_b
 
 def _refuse_another_base(tracked: StateRegistry, values: Values) -> None:
     """Raise TensorMismatchError where what `exclude=` leaves out is not what it was when the snapshot was taken."""
-    changed = tracked.changed_left_out(values.recorded(left_out.KEY)) if tracked.exclusion else []
+    changed = tracked.changed_left_out(values.recorded(exclusion.KEY)) if tracked.exclusion else []
     if changed:
         raise TensorMismatchError(
             f"{changed[0]!r} is left out by exclude= and is not the tensor that the snapshot was taken with",

@@ -14,22 +14,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from flashckpt.core.generation import Generation
-from flashckpt.core.lineage import BEGINNING
+from flashckpt.core.lineage import BEGINNING, Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError, StoreError, may_pass
 from flashckpt.logs import guarded
 from flashckpt.planning.inventory import Inventory, local_world, memory_is_current, node_names
-from flashckpt.planning.refusals import emptied, missing_on_root, no_such_checkpoint, unreachable
-from flashckpt.planning.root_view import RootSummary
-from flashckpt.planning.selection import Candidate, Candidates, RestoreRequest, select, slot_locations
+from flashckpt.planning.selection import (
+    Candidate,
+    Candidates,
+    RestoreRequest,
+    RootSummary,
+    emptied,
+    missing_on_root,
+    no_such_checkpoint,
+    select,
+    slot_locations,
+    unreachable,
+)
 from flashckpt.report import RestoreReport
-from flashckpt.restore import claim, gather
+from flashckpt.restore import gather
 from flashckpt.restore.candidate import Attempt, read_state
 from flashckpt.restore.candidate_restore import Rejected, restore_candidate
 from flashckpt.restore.candidate_sources import NodeReader, share_manifest
-from flashckpt.restore.patience import Patience
-from flashckpt.restore.phases import Phases, collector_paused
+from flashckpt.restore.executor import Phases, collector_paused
+from flashckpt.restore.gather import Patience
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Segment
 from flashckpt.state.registry import StateRegistry
@@ -258,13 +266,13 @@ class RestoreCoordinator:
             where = self.request.root if can_claim else None
             while True:
                 try:
-                    record = claim.claim(number, parent, world=world, root=where, options=self.options)
+                    record = gather.claim(number, parent, world=world, root=where, options=self.options)
                     break
                 except StoreError as error:  # on every rank
                     if not self.patience.again(may_pass=may_pass(error), why=str(error)):
                         raise
             assert self.directory is not None
-            claim.begin(self.directory, record, rank=world.rank, ranks=local_world(inventories, world.rank), own=own)
+            gather.begin(self.directory, record, rank=world.rank, ranks=local_world(inventories, world.rank), own=own)
         return record
 
     def _again(self, root: RootSummary) -> bool:

@@ -8,35 +8,87 @@ does the restore fail. Sources are only ever read.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from flashckpt.core.box import Box
 from flashckpt.core.digest import CHUNK_BYTES
-from flashckpt.core.shard import ITEMSIZE, Shard
+from flashckpt.core.shard import ITEMSIZE, Box, Shard
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.environment import env
 from flashckpt.errors import DamagedError, FlashckptError
 from flashckpt.faults import crash_point
 from flashckpt.logs import guarded
 from flashckpt.native.descriptors import DescriptorError
+from flashckpt.planning.box_match import Gap, SourceRow
 from flashckpt.planning.pieces import JOB_BYTES, Job, Pieces, cut_pieces, distinct, merge_pieces
 from flashckpt.planning.read_plan import ReadPlan, as_table, plan_gaps, plan_reads
-from flashckpt.planning.reads import Gap, SourceRow
-from flashckpt.restore.destinations import Destinations, Target, address_of, copy_bytes
-from flashckpt.restore.scatter import scatter
+from flashckpt.restore.destinations import Destinations, Target, address_of, copy_bytes, scatter
 from flashckpt.restore.sources import Source, Spans, copy_verified
-from flashckpt.shm.prefault import FreshMemory
+from flashckpt.shm.segment_file import FreshMemory
 
-__all__ = ["JOB_BYTES", "RemoteFetcher", "RestoreCounts", "Target", "execute", "execute_reads", "thread_count"]
+# -- How long each phase of a restore took, and what no phase should pay for ---------------------------------------
+
+
+class Phases:
+    """Seconds by phase, of the clock and of the processor (all threads of this process). Call it around a phase."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.cpu_seconds: defaultdict[str, float] = defaultdict(float)
+        self._started = time.perf_counter()
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Count a `with` block under a name."""
+        began, cpu = time.perf_counter(), time.process_time()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - began
+            self.cpu_seconds[name] += time.process_time() - cpu
+
+    def report(self) -> dict[str, float]:
+        """Return the seconds so far, with those since the start as `total`."""
+        return {**self.seconds, "total": time.perf_counter() - self._started}
+
+
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """Keep Python's cycle collector from running.
+
+    A hundred thousand new tensors wake it again and again, and each time it goes over every object. What is no
+    longer referenced is freed all the same.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+__all__ = [
+    "JOB_BYTES",
+    "Phases",
+    "RemoteFetcher",
+    "RestoreCounts",
+    "Target",
+    "collector_paused",
+    "execute",
+    "execute_reads",
+    "thread_count",
+]
 
 INLINE_BYTES = 4 << 20
 """Below this a restore runs on the calling thread: starting threads would cost more."""

@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
 import logging
+import os
+import secrets
 import socket
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from flashckpt import collectives
-from flashckpt.checkpoint import root_summary
+import msgpack
+
+from flashckpt import collectives, errors
+from flashckpt.agent_folder import agent_folder, note_waiting
+from flashckpt.checkpoint import generations, root_summary
 from flashckpt.checkpoint.generations import read_generations
-from flashckpt.core.generation import Generation
+from flashckpt.core.lineage import BEGINNING, Generation, is_rolled_back
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.environment import env
-from flashckpt.errors import DamagedError, FlashckptError
+from flashckpt.errors import ConfigError, DamagedError, FlashckptError, RootError
+from flashckpt.faults import crash_point
 from flashckpt.job_key import ranks_key
 from flashckpt.logs import guarded
 from flashckpt.planning.inventory import HeldSlot, Inventory, Member, unpack_all
-from flashckpt.planning.refusals import refuse_damage, require_same_request
-from flashckpt.planning.root_view import RootSummary
-from flashckpt.planning.selection import RestoreRequest
-from flashckpt.restore import membership
+from flashckpt.planning.selection import RestoreRequest, RootSummary, refuse_damage, require_same_request
 from flashckpt.shm.control import Control, ControlView
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Segment
 from flashckpt.shm.segment_file import boot_id
+from flashckpt.state.placement import World
 
 _log = guarded(logging.getLogger("flashckpt"))
 
@@ -63,7 +71,7 @@ def gather(
         committed=_committed(directory),
         damage=damage,
     )
-    found = unpack_all(membership.gathered(mine.pack(), ranks_key()))
+    found = unpack_all(gathered(mine.pack(), ranks_key()))
     refuse_damage(found, directory.job)
     require_same_request(found)
     return found
@@ -140,3 +148,178 @@ def _slots(directory: JobDirectory) -> Iterator[HeldSlot]:
             continue
         except FlashckptError as error:
             _log.warning("%s is left out: %s", path, error.problem)
+
+
+# -- The first exchange of a restore, in which every rank proves that it has the key of the job. All ranks together
+#
+# gloo and NCCL admit whoever reaches them. So nothing of the state is sent, and nothing that arrives is used,
+# before each rank has signed what all ranks have said: their numbers, and a number drawn by each for this restore
+# alone. What passes after that is not signed.
+
+_NONCE = 32
+_NONE = bytes(_NONCE)
+"""In place of a drawn number, where a rank has no key."""
+
+
+def gathered(mine: Any, key: bytes) -> list[Any]:
+    """Return every rank's value (msgpack types), once all ranks have proved that they have the key. Collective.
+
+    Where no rank has one, nothing is proved, and nothing more is exchanged.
+
+    Raises:
+        ConfigError: A rank does not have this rank's key. On every rank that has it, or has none.
+    """
+    raw = collectives.all_gather_bytes((os.urandom(_NONCE) if key else _NONE) + msgpack.packb(mine))
+    if any(part[:_NONCE] != _NONE for part in raw):
+        _verify(raw, key)
+    return [msgpack.unpackb(part[_NONCE:], strict_map_key=False) for part in raw]
+
+
+def _verify(raw: Sequence[bytes], key: bytes) -> None:
+    """Prove to all ranks that this one has the key, and have them prove it. Before anything of theirs is decoded."""
+    spoken = b"".join(hashlib.sha256(part).digest() for part in raw)
+    proofs = collectives.all_gather_bytes(proof(key, collectives.rank(), spoken))
+    expected = [proof(key, rank, spoken) for rank in range(len(raw))]
+    strangers = [r for r, theirs in enumerate(proofs) if not key or not hmac.compare_digest(theirs, expected[r])]
+    if strangers:
+        raise _refusal(strangers, key)
+
+
+def proof(key: bytes, rank: int, spoken: bytes) -> bytes:
+    """Return what proves that a rank has the key and heard the same as the others; b"" without a key."""
+    return hmac.digest(key, b"restore %d " % rank + spoken, "sha256") if key else b""
+
+
+def _refusal(strangers: Sequence[int], key: bytes) -> ConfigError:
+    state = "Nothing was restored, and no state was sent."
+    remedy = "give all nodes the same FLASHCKPT_JOB_SECRET, and close their ports to others"
+    if not key:
+        return ConfigError("this rank has no job secret, and other ranks have one", state=state, remedy=remedy)
+    ranks = ", ".join(map(str, strangers[:8])) + (" and others" if len(strangers) > 8 else "")
+    return ConfigError(
+        f"not every rank has proved that it belongs to this job: rank {ranks} did not",
+        expected="every rank with the key that is made of the job secret",
+        state=state,
+        remedy=remedy,
+    )
+
+
+# -- How a start waits for storage that cannot be reached now: all ranks together, with growing pauses, for a
+#    bounded time
+
+PATIENCE_S = 60.0
+"""Seconds of waiting in one start; then it ends with exit code 41, and dlrun starts the ranks again."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
+
+
+class Patience:
+    """The waits of one start. Rank 0's clock counts, so that all ranks decide the same."""
+
+    def __init__(self) -> None:
+        self._pause_s = _FIRST_PAUSE_S
+        self._until: float | None = None
+
+    def again(self, *, may_pass: bool, why: str) -> bool:
+        """Wait a moment and return True where some rank's failure may pass and time is left. Collective.
+
+        Args:
+            may_pass: Whether this rank failed by something that may pass.
+            why: What to log.
+        """
+        until = self._until or time.monotonic() + PATIENCE_S
+        votes = collectives.all_gather([may_pass, until - time.monotonic()])
+        left_s = float(votes[0][1])
+        if left_s <= 0 or not any(vote[0] for vote in votes):
+            return False
+        if may_pass and self._until is None:
+            _log.warning("storage cannot be reached, trying again for %.0f s: %s", left_s, why.partition("\n")[0])
+        self._until = until
+        if (folder := agent_folder()) is not None:
+            with contextlib.suppress(OSError):
+                note_waiting(folder)
+        time.sleep(min(self._pause_s, left_s))
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        return True
+
+
+# -- The beginning of a generation: its number claimed, its lineage written, abandoned slots emptied ---------------
+
+
+def claim(
+    number: int, parent: SnapshotId | None, *, world: World, root: str | None, options: Mapping[str, Any]
+) -> Generation:
+    """Return the record of the generation that begins. Collective; only rank 0 talks to the root.
+
+    Args:
+        number: 1 + the largest generation seen anywhere; a higher one is taken if it is claimed already.
+        parent: What was restored; None on a fresh start, BEGINNING on one that was asked for.
+        world: The ranks.
+        root: Where to claim it now; None leaves that to the daemon, before it persists anything.
+        options: Storage options.
+
+    Raises:
+        RootError, StoreError: A fresh start whose root cannot be written. Raised on every rank.
+    """
+    token, claimed, error = secrets.token_hex(8), False, None
+    if world.rank == 0 and root is not None:
+        try:
+            wanted = Generation(number=number, token=token, parent=parent, world_size=world.size)
+            number, claimed = _claim_on_root(root, options, wanted), True
+        except (FlashckptError, OSError) as problem:
+            error = _packed(problem) if parent in (None, BEGINNING) else None
+            _log.warning("generation %d is claimed later by the daemon: %s", number, str(problem).splitlines()[0])
+    number, token, claimed, error = collectives.from_rank_0([number, token, claimed, error])
+    if error is not None:
+        raise _unpacked(error)
+    return Generation(number=number, token=token, parent=parent, world_size=world.size, claimed=claimed)
+
+
+def _claim_on_root(root: str, options: Mapping[str, Any], wanted: Generation) -> int:
+    with root_summary.open_root(root, options) as store:
+        while not generations.claim_generation(store, wanted):
+            wanted = replace(wanted, number=generations.newest_generation(store) + 1)
+        return wanted.number
+
+
+def begin(directory: JobDirectory, record: Generation, *, rank: int, ranks: Sequence[int], own: Segment | None) -> None:
+    """Write the lineage of this node, then empty the slots that it abandons.
+
+    Args:
+        directory: Of the job on this node.
+        record: The generation that begins.
+        rank: This rank; it empties its own slots.
+        ranks: Ranks of this node; the first also empties those of ranks that are no more.
+        own: The segment this process owns already.
+    """
+    crash_point("restore.before-lineage")
+    if ranks[0] == rank:
+        directory.write_generation(record)
+    if record.parent is None:
+        return
+    for path in directory.segments():
+        owner = int(path.name[1 : path.name.index("-")])
+        if owner == rank or (owner not in ranks and ranks[0] == rank):
+            _empty_abandoned(path, record, own if own is not None and own.path == path else None)
+    crash_point("restore.after-lineage")
+
+
+def _empty_abandoned(path: Path, record: Generation, own: Segment | None) -> None:
+    with contextlib.suppress(FlashckptError, OSError), contextlib.ExitStack() as stack:
+        segment = own or stack.enter_context(contextlib.closing(Segment.attach(path, writable=True)))
+        for slot, header in enumerate(segment.headers()):
+            if header.is_complete and is_rolled_back(header.identity, [record]):
+                segment.mark_empty(slot)
+
+
+def _packed(error: Exception) -> list[str]:
+    kind = "StoreError" if errors.may_pass(error) else "RootError"
+    if isinstance(error, FlashckptError):
+        kind = kind if kind == "StoreError" else type(error).__name__
+        return [kind, error.problem, error.found, error.expected, error.state, error.remedy]
+    return [kind, str(error), "", "", "", ""]
+
+
+def _unpacked(parts: Sequence[str]) -> FlashckptError:
+    name, problem, found, expected, state, remedy = parts
+    kind: Callable[..., FlashckptError] = getattr(errors, name, RootError)
+    return kind(problem, found=found, expected=expected, state=state, remedy=remedy)

@@ -22,7 +22,7 @@ from flashckpt.logs import guarded
 from flashckpt.printable import counted
 from flashckpt.restore.requirements import Wanted, is_wanted
 from flashckpt.restore.source_names import SourceNames
-from flashckpt.state import builds, group_lists, named_groups, optimizer_state, parameter_rows, pytree
+from flashckpt.state import group_lists, named_groups, optimizer_state, pytree
 from flashckpt.state.group_lists import GroupsOf
 from flashckpt.state.named_groups import GroupMatch, GroupOrder, Groups, Ref
 from flashckpt.state.registry import StateRegistry
@@ -76,7 +76,7 @@ def compare(
         names: Of the tensors of the snapshot.
         only: What is asked for.
     """
-    program, records = Program(), [one for one in recorded(builds.KEY) if isinstance(one, dict)]
+    program, records = Program(), [one for one in recorded(group_lists.KEY) if isinstance(one, dict)]
     remedy = _remedy(tracked)
     for label, optimizers in tracked.optimizers.items():
         raw = recorded(f"{label}.groups")
@@ -96,12 +96,12 @@ def compare(
     moved = _rows_moved(tracked, records)
     schedulers = {name: there for one in records for name, there in one.get("schedulers", {}).items()}
     for name, thing in tracked.objects.items():
-        if is_wanted(name, only) and (has_moved or moved or builds.is_scheduler(thing)):
+        if is_wanted(name, only) and (has_moved or moved or group_lists.is_scheduler(thing)):
             found, state = find(tracked.key_of(name, thing))
             if found:
                 plain = pytree.unflatten(state, functools.partial(_of_form, names))
                 _compare_object(program, tracked, name, plain, schedulers.get(name))
-                if (moved - tracked.objects.keys() or name in moved) and parameter_rows.may_have_rows(thing):
+                if (moved - tracked.objects.keys() or name in moved) and group_lists.may_have_rows(thing):
                     _compare_rows(program, tracked, name, plain)
     return program
 
@@ -125,7 +125,7 @@ def _refusal(problem: str, *, found: str, expected: str, remedy: str) -> TensorM
 
 def _compare_object(program: Program, tracked: StateRegistry, name: str, state: Any, there: str | None) -> None:
     thing, remedy = tracked.objects[name], _remedy(tracked)
-    if there is not None and builds.is_scheduler(thing) and (here := builds.class_of(thing)) != there:
+    if there is not None and group_lists.is_scheduler(thing) and (here := group_lists.class_of(thing)) != there:
         program.aside[name] = there
         problem = f"{name!r} is another scheduler than the one in the snapshot"
         program.refusals.append(_refusal(problem, found=here, expected=there, remedy=remedy))
@@ -151,7 +151,7 @@ def _compare_rows(program: Program, tracked: StateRegistry, name: str, state: An
     groups = group_lists.held_groups(tracked.objects[name])
     parameters += [[param for group in groups or () for param in group["params"]]]
     counts = {n for own in parameters for n in (len(own), sum(param.requires_grad for param in own))}
-    for path in itertools.islice(parameter_rows.lists_in(state, counts, name), 1):
+    for path in itertools.islice(group_lists.lists_in(state, counts, name), 1):
         program.refusals.append(
             _refusal(
                 f"{name!r} has state by the place of a parameter, and the parameters are in another order",
@@ -222,7 +222,7 @@ class _Look:
         return self._other_class() or self._as_one_vector()
 
     def _other_class(self) -> str:
-        here, main = builds.class_of(self.match.optimizer), self._main
+        here, main = group_lists.class_of(self.match.optimizer), self._main
         if not any(self.classes):
             return self._other_evidence()
         if main and len(self.classes) == len(self.groups.recorded) and main.optimizer < len(self.classes[main.value]):
@@ -260,7 +260,7 @@ class _Look:
 
     def refusals(self) -> Iterator[TensorMismatchError]:
         """Yield why nothing of the snapshot can be taken for this optimizer, or for some of its groups."""
-        kind = builds.class_of(self.match.optimizer)
+        kind = group_lists.class_of(self.match.optimizer)
         if there := self._other_class():
             problem = f"{self.label!r} is another optimizer than the one in the snapshot"
             yield _refusal(problem, found=kind, expected=there, remedy=self.remedy)
@@ -286,7 +286,7 @@ def set_groups(
         tracked: The live objects.
         label: The track name.
         recorded: The values, with their tensors.
-        as_built: What `builds.built` said of each of them; [] where the snapshot does not say it.
+        as_built: What `group_lists.built` said of each of them; [] where the snapshot does not say it.
 
     Returns:
         What did not fit; and in words what the program has changed, and the snapshot has overruled.
@@ -298,7 +298,7 @@ def set_groups(
         missing += conflicts_of(match, number)
         for place, group, ref in match.found():
             held = groups[ref]
-            for key, (ours, theirs) in builds.changes(group, held, _built_of(as_built, ref)).items():
+            for key, (ours, theirs) in group_lists.changes(group, held, _built_of(as_built, ref)).items():
                 changed.setdefault(f"{key} {ours!r} in the program, {theirs!r} restored", []).append(place)
             named_groups.set_group(group, held)
     return missing, [f"{label}: {text} ({_places(places)})" for text, places in changed.items()]

@@ -14,8 +14,8 @@ from flashckpt.core.manifest import Manifest
 from flashckpt.core.schema import mixed_coordinates
 from flashckpt.core.shard import Shard, split_owner
 from flashckpt.core.shard_table import ShardTable
-from flashckpt.state import state_forms
-from flashckpt.state.state_forms import Form
+from flashckpt.state import optimizer_entries
+from flashckpt.state.optimizer_entries import Form
 
 Ints = npt.NDArray[np.int64]
 
@@ -97,7 +97,7 @@ class SourceNames:
 
     def form(self, fqn: str) -> Form:
         """Return how a tensor of optimizer state lies beside its parameter."""
-        return self.forms.get(split_owner(fqn)[0], state_forms.USUAL) if self.forms else state_forms.USUAL
+        return self.forms.get(split_owner(fqn)[0], optimizer_entries.USUAL) if self.forms else optimizer_entries.USUAL
 
     @cached_property
     def forms(self) -> dict[str, Form]:

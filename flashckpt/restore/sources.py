@@ -24,7 +24,7 @@ from flashckpt.errors import DamagedError
 from flashckpt.native import copy_and_digest, digest_ranges
 from flashckpt.native.descriptors import Digests
 from flashckpt.restore.destinations import Bytes, address_of
-from flashckpt.shm import prefault
+from flashckpt.shm import segment_file
 from flashckpt.shm.segment import Pin, Segment
 from flashckpt.storage.store import Store
 
@@ -177,7 +177,7 @@ class MemorySource:
         t0 = time.perf_counter()
         mapped = self._map()
         places, low, high = _extent(self.manifest, spans)
-        prefault.map_held(address_of(mapped) + low, high - low)
+        segment_file.map_held(address_of(mapped) + low, high - low)
         nbytes = int((np.asarray(spans.stops, np.int64) - np.asarray(spans.starts, np.int64)).sum())
         self.meter.add(nbytes, time.perf_counter() - t0, 0.0)
         return Located(mapped, places)
@@ -212,7 +212,7 @@ class MemorySource:
         """Return bytes [start, stop) of a row where they lie in the slot."""
         base = int(self.manifest.table.byte_offset[row])
         held = self._map()[base + start : base + stop]
-        prefault.map_held(address_of(held), len(held))
+        segment_file.map_held(address_of(held), len(held))
         return held
 
     def _gone(self, what: str) -> DamagedError:

@@ -25,7 +25,7 @@ from flashckpt.core.shard import split_owner
 from flashckpt.errors import UnexpectedStateError
 from flashckpt.restore.requirements import LiveState, Requirements, Wanted, is_wanted
 from flashckpt.restore.source_names import SourceNames
-from flashckpt.state import optimizer_extra, optimizer_state, pytree
+from flashckpt.state import optimizer_state, pytree, value_reader
 from flashckpt.state.registry import StateRegistry
 
 _HASHES, _BITS_PER_NAME, _MOST_FOLD = 6, 32, 8
@@ -156,7 +156,7 @@ def _other_names(tracked: StateRegistry, names: SourceNames, own: set[str], unkn
     more |= {*tracked.aliases.values(), *(name for name, _ in tracked.extra_states())}
     more |= {other for alias, other in names.aliases.items() if alias in own or alias in more}
     for label, optimizers in tracked.optimizers.items():
-        if not all(map(optimizer_extra.says_nothing_more, optimizers)):
+        if not all(map(value_reader.says_nothing_more, optimizers)):
             more.add(f"{label}.extra")
         prefix = f"{label}."
         here = _parameters(tracked, label)

@@ -11,14 +11,14 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard import split_owner
+from flashckpt.errors import ShardGapError
 from flashckpt.planning.peer_index import PeerQuery
 from flashckpt.restore import program as programs
 from flashckpt.restore.absent_state import is_of_this_rank
-from flashckpt.restore.gaps import half_restored
 from flashckpt.restore.program import Program
 from flashckpt.restore.requirements import Wanted, is_wanted
 from flashckpt.restore.source_names import SourceNames
-from flashckpt.state import builds, loaders, optimizer_extra, optimizer_state, pytree, rng, samplers
+from flashckpt.state import group_lists, optimizer_state, pytree, rng, samplers, value_reader
 from flashckpt.state.group_lists import GroupsOf, beside, in_live_order
 from flashckpt.state.loaded import Giving, ask
 from flashckpt.state.registry import StateRegistry
@@ -46,7 +46,7 @@ class Values:
         base, _ = split_owner(key)
         if base in self.all:
             return True, self.all[base]
-        others = [value for name, value in self.all.items() if split_owner(name)[0] == base]
+        others = [value for name, value in self.all.items() if name.startswith(base) and split_owner(name)[0] == base]
         if others and all(value == others[0] for value in others):
             return True, others[0]
         return False, None
@@ -57,18 +57,20 @@ class Values:
             value
             for manifest in self._manifests
             for key, value in manifest.values.items()
-            if split_owner(key)[0] == base
+            if key.startswith(base) and split_owner(key)[0] == base
         ]
 
     def as_built(self, label: str) -> list[Any]:
         """Return the settings that optimizers were built with, beside `recorded(f"{label}.groups")`; [] where that is not known."""
-        found = [one.get("built", {}).get(label, []) for one in self.recorded(builds.KEY)]
+        found = [one.get("built", {}).get(label, []) for one in self.recorded(group_lists.KEY)]
         return found if len(found) == len(self.recorded(f"{label}.groups")) else []
 
     def of_parameters(self, label: str, suffix: str) -> dict[str, dict[str, Any]]:
         """Return parameter name -> key -> value of one optimizer's state, this rank's own where ranks differ."""
         keys: dict[tuple[str, str], str] = {}
         for key in self.all:
+            if not key.startswith(f"{label}."):
+                continue
             base, owner = split_owner(key)
             if not base.startswith(f"{label}.") or base.removeprefix(f"{label}.") in _OF_THE_WHOLE:
                 continue
@@ -225,7 +227,7 @@ def _missing_state(tracked: StateRegistry, label: str, values: Values) -> list[s
     fits = found and len(others) == len(optimizers)
     if not fits and (found or any(optimizer_state.other_keys(optimizer) for optimizer in optimizers)):
         missing.append(f"{label}.state")
-    if any(map(optimizer_extra.read, optimizers)) and _recorded_extra(tracked, label, values) is None:
+    if any(map(value_reader.read, optimizers)) and _recorded_extra(tracked, label, values) is None:
         missing.append(f"{label}.extra")
     return missing
 
@@ -256,7 +258,7 @@ def _restore_rng(tracked: StateRegistry, values: Values, step: int) -> list[str]
     key = f"rng@{tracked.world.suffix}"
     if key in values.all:
         rng.restore(values.all[key])
-        loaders.hold(tracked.objects, values.all[key])
+        samplers.hold(tracked.objects, values.all[key])
         return []
     rng.reseed(step=step, rank=tracked.world.rank)
     return [key]
@@ -278,7 +280,7 @@ def _restore_state(tracked: StateRegistry, label: str, values: Values, tensor: T
     for one, extra in zip(program.orders[label], _recorded_extra(tracked, label, values) or (), strict=False):
         if extra:
             state, lost = beside(one, pytree.unflatten(extra, tensor, place=_to_device), f"{label}.extra")
-            optimizer_extra.give_back(one.optimizer, state)
+            value_reader.give_back(one.optimizer, state)
             missing += lost
     return missing
 
@@ -329,3 +331,38 @@ def value_tensors(tracked: StateRegistry, values: Values) -> set[str]:
         wanted += [value for found, value in [values.find(name)] if found]
     trees_of = (value for value in wanted if isinstance(value, (dict, list, tuple)))
     return {name for value in trees_of for name in pytree.tensor_names(value)}
+
+
+# -- The errors for what is wanted and nowhere ---------------------------------------------------------------------
+
+
+def half_restored(names: Sequence[str]) -> ShardGapError:
+    """Return the error for what turned out missing when live tensors were written already."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return ShardGapError(
+        f"{names[0]!r}{more} is wanted and in no snapshot or checkpoint",
+        expected=", ".join(names[:5]),
+        state="Live state is a mixture and must not be trained on.",
+        remedy="build the program as the run that took the snapshot did, and start it again",
+    )
+
+
+def missing_error(names: Sequence[str], unexpected: Sequence[str], *, is_whole: bool) -> ShardGapError:
+    """Return the error for names that no source has."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    if not is_whole:
+        return ShardGapError(
+            f"{names[0]!r}{more} is in no memory that can be reached",
+            found="a snapshot of which some ranks are lost, and which is not committed on storage",
+            expected=", ".join(names[:5]),
+            state="Nothing was restored from it.",
+            remedy="an older snapshot or checkpoint is tried next",
+        )
+    return ShardGapError(
+        f"{names[0]!r}{more} is wanted and in no snapshot or checkpoint",
+        found=f"instead: {', '.join(unexpected[:5])}" if unexpected else "",
+        expected=", ".join(names[:5]),
+        state="Nothing was restored.",
+        remedy="restore(strict=False) leaves such state as it is; restore(only='model.*') takes a part; where the snapshots were taken "
+        "without frozen weights, give track() the same exclude=",
+    )

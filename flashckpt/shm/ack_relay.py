@@ -25,9 +25,8 @@ from typing import Any, Protocol
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.faults import crash_point
 from flashckpt.logs import guarded
-from flashckpt.shm.acks import rank_acks
+from flashckpt.shm.acks import NOBODY, GroupAcks, decode_group, encode_group, merge_acks, node_acks, rank_acks
 from flashckpt.shm.control import Control
-from flashckpt.shm.group_acks import NOBODY, GroupAcks, decode_group, encode_group, merge_acks, node_acks
 from flashckpt.shm.messages import NO_MESSAGE, MessageFiles, OutgoingMessage
 
 _PREFIX = "flashckpt/acks"

@@ -12,13 +12,155 @@ common one.
 from __future__ import annotations
 
 import functools
+import struct
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
-from flashckpt.core.generation import Generation
-from flashckpt.core.lineage import is_rolled_back
+from flashckpt.core.lineage import Generation, is_rolled_back
 from flashckpt.core.snapshot_id import NEVER, SnapshotId
-from flashckpt.shm.control import Control, RankAcks, published_in
-from flashckpt.shm.group_acks import NOBODY, AckedSnapshots, GroupAcks, decode_group, node_acks
+from flashckpt.shm.control import MAX_COMPLETE, Control, RankAcks, published_in
+
+# -- What a group of ranks (a node, the whole job) has acknowledged, in one record of bounded size. Pure -----------
+#
+# Records of groups that do not overlap merge into the record of all of them, in any order and by any number of
+# levels: the result says what the ranks' own lists would say. Where a list has to be cut, the record says less,
+# never something else: a snapshot that is known too late costs a skip, one that is believed to be common too
+# early is lost.
+
+MAX_COMMON, MAX_OTHERS = MAX_COMPLETE, 160
+"""Ids in one record: those that the whole group holds, and the others; the newest of each."""
+_Ids = tuple[SnapshotId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AckedSnapshots:
+    """What one rank knows about all ranks.
+
+    Attributes:
+        common: Ids that every rank holds (or that this generation was restored from), newest first.
+        unrecoverable: Identities that some rank holds and that can never become common: another rank is
+            them and does not hold them. They protect nothing; without them two ranks that lost
+            different snapshots would each keep the slots the other waits for.
+    """
+
+    common: tuple[SnapshotId, ...] = ()
+    unrecoverable: frozenset[SnapshotId] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupAcks:
+    """What a group of ranks has acknowledged.
+
+    Attributes:
+        is_whole: Whether every rank of the group has published.
+        common: Ids that every rank of it holds, newest first; empty unless it is whole.
+        lacked: Ids that some rank holds and another does not and never will, newest first.
+        open: Ids that some rank holds and that may still become common, newest first.
+        low_watermark: The highest of its ranks'.
+        listed_above: All ids above this one that a rank holds are listed here; of others nothing is known.
+    """
+
+    is_whole: bool
+    common: _Ids = ()
+    lacked: _Ids = ()
+    open: _Ids = ()
+    low_watermark: SnapshotId = NEVER
+    listed_above: SnapshotId = NEVER
+
+    @classmethod
+    def of_rank(cls, published: RankAcks) -> GroupAcks:
+        """Return the record of one rank."""
+        complete = published.complete
+        return cls(
+            is_whole=True,
+            common=complete,
+            low_watermark=published.low_watermark,
+            listed_above=complete[-1] if len(complete) >= MAX_COMPLETE else NEVER,
+        )
+
+    @property
+    def held(self) -> frozenset[SnapshotId]:
+        """Every id that is listed."""
+        return frozenset((*self.common, *self.lacked, *self.open))
+
+    def lacks(self, identity: SnapshotId) -> bool:
+        """Return whether some rank of the group does not hold `identity` and never will."""
+        if identity in self.common or identity in self.open:
+            return False
+        return identity in self.lacked or self.listed_above < identity <= self.low_watermark
+
+    def known(self, restored: SnapshotId | None = None) -> AckedSnapshots:
+        """Return what follows for a rank of the job that this record is of.
+
+        Args:
+            restored: The snapshot in memory that this generation began with: every rank agreed that it was common.
+        """
+        common = {*self.common, *([restored] if restored is not None else [])}
+        return AckedSnapshots(
+            common=tuple(sorted(common, reverse=True)), unrecoverable=frozenset(self.lacked) - {restored}
+        )
+
+
+NOBODY = GroupAcks(is_whole=False)
+"""The record of a group of which nothing is known."""
+
+
+def merge_acks(groups: Iterable[GroupAcks]) -> GroupAcks:
+    """Return the record of all groups together; equal records may be given once."""
+    parts = list(groups)
+    is_whole = bool(parts) and all(part.is_whole for part in parts)
+    held = frozenset().union(*(part.held for part in parts))
+    common = frozenset[SnapshotId]()
+    if is_whole:
+        common = frozenset(parts[0].common).intersection(*(part.common for part in parts[1:]))
+    others = sorted(held - common, reverse=True)
+    listed = sorted(common, reverse=True)
+    cut = [*listed[MAX_COMMON:], *others[MAX_OTHERS:]]
+    kept = others[:MAX_OTHERS]
+    lacked = tuple(identity for identity in kept if any(part.lacks(identity) for part in parts))
+    return GroupAcks(
+        is_whole=is_whole,
+        common=tuple(listed[:MAX_COMMON]),
+        lacked=lacked,
+        open=tuple(identity for identity in kept if identity not in lacked),
+        low_watermark=max((part.low_watermark for part in parts), default=NEVER),
+        listed_above=max([NEVER, *cut, *(part.listed_above for part in parts)]),
+    )
+
+
+def node_acks(published: Sequence[RankAcks | None]) -> GroupAcks:
+    """Return the record of ranks from their own lists; None stands for a rank that has not published."""
+    groups = [NOBODY if one is None else GroupAcks.of_rank(one) for one in published]
+    return groups[0] if len(groups) == 1 else merge_acks(groups)
+
+
+def encode_group(what: GroupAcks) -> bytes:
+    """Return 16 bytes per pair: two ids, the counts, then the lists."""
+    counts = (int(what.is_whole), len(what.common)), (len(what.lacked), len(what.open))
+    pairs = (what.low_watermark, what.listed_above, *counts, *what.common, *what.lacked, *what.open)
+    return b"".join(struct.pack("<qq", *pair) for pair in pairs)
+
+
+def decode_group(raw: bytes) -> GroupAcks:
+    """Return what `encode_group` wrote.
+
+    Raises:
+        ValueError: It wrote something else.
+    """
+    if len(raw) % 16 or len(raw) < 64:
+        raise ValueError(f"{len(raw)} bytes")
+    low, above, (whole, common), (lacked, more), *ids = struct.iter_unpack("<qq", raw)
+    if min(common, lacked, more) < 0 or common + lacked + more != len(ids):
+        raise ValueError(f"{len(ids)} ids, not {common} + {lacked} + {more}")
+    found = tuple(map(SnapshotId._make, ids))
+    return GroupAcks(
+        is_whole=bool(whole),
+        common=found[:common],
+        lacked=found[common : common + lacked],
+        open=found[common + lacked :],
+        low_watermark=SnapshotId(*low),
+        listed_above=SnapshotId(*above),
+    )
 
 
 class SnapshotAcks:
@@ -65,7 +207,7 @@ class SnapshotAcks:
         """
         if low_watermark is not None:
             self._low_watermark = max(self._low_watermark, low_watermark)
-        mine = RankAcks.of((i for i in identities if not is_rolled_back(i, self._line)), self._low_watermark)
+        mine = RankAcks.of([i for i in identities if not is_rolled_back(i, self._line)], self._low_watermark)
         row = self._control.row(self._local_rank)
         if row.generation != self._generation or row.rank != self._rank:
             row.forget()  # the list of the row's previous owner must never be read as ours
@@ -77,7 +219,7 @@ class SnapshotAcks:
         """Return what all ranks of this generation hold, and what can never become common; from mapped memory alone."""
         if self._world_size > self._local_world_size:
             return (job_acks(self._control, self._generation) or NOBODY).known(self._restored)
-        rows = tuple(self._control.row(index).acks_bytes for index in range(self._local_world_size))
+        rows = tuple(map(self._control.acks_bytes, range(self._local_world_size)))
         return _known_from(rows, self._generation, self._restored)
 
 
@@ -90,7 +232,7 @@ def _known_from(rows: tuple[bytes, ...], generation: int, restored: SnapshotId |
 def rank_acks(control: Control, *, generation: int, rows: int | None = None) -> list[RankAcks | None]:
     """Return what each row has published; None for a row of another generation (a dead previous owner)."""
     count = control.rows if rows is None else rows
-    return [published_in(control.row(index).acks_bytes, generation) for index in range(count)]
+    return [published_in(control.acks_bytes(index), generation) for index in range(count)]
 
 
 def job_acks(control: Control, generation: int) -> GroupAcks | None:

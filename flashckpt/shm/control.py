@@ -17,6 +17,7 @@ import os
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -87,13 +88,14 @@ class RankAcks:
 
 def encode_acks(what: RankAcks) -> bytes:
     """Return 16 bytes per pair: `low_watermark`, then the identities."""
-    return b"".join(struct.pack("<qq", *pair) for pair in (what.low_watermark, *what.complete))
+    numbers = *what.low_watermark, *chain.from_iterable(what.complete)
+    return struct.pack(f"<{len(numbers)}q", *numbers)
 
 
 def decode_acks(raw: bytes) -> RankAcks:
     """Return what `encode_acks` wrote."""
     (g, s), *complete = struct.iter_unpack("<qq", raw)
-    return RankAcks(low_watermark=SnapshotId(g, s), complete=tuple(map(SnapshotId.of, complete)))
+    return RankAcks(low_watermark=SnapshotId(g, s), complete=tuple(map(SnapshotId._make, complete)))
 
 
 class ControlRow:
@@ -145,7 +147,7 @@ class ControlRow:
     @property
     def published(self) -> RankAcks | None:
         """What this rank last published; None if it never did, is doing so now, or belongs to another generation."""
-        return published_in(self.acks_bytes, self.generation)
+        return published_in(_acks_bytes(self._map, self._at), self.generation)
 
     @property
     def complete(self) -> list[SnapshotId]:
@@ -156,14 +158,6 @@ class ControlRow:
     @complete.setter
     def complete(self, identities: Iterable[SnapshotId]) -> None:
         self.publish(RankAcks.of(identities))
-
-    @property
-    def acks_bytes(self) -> bytes:
-        """All that `published` depends on, as it is now."""
-        at = self._at
-        generation: bytes = self._map[at + _GENERATION_AT : at + _GENERATION_AT + 8]
-        found: bytes = self._map[at + _LIST_AT : at + _LIST_END]
-        return generation + found
 
     def publish(self, what: RankAcks) -> None:
         """Set what this rank holds. A digest ties it to the row's generation: set that one first."""
@@ -176,8 +170,15 @@ class ControlRow:
     def clear(self) -> None:
         """Clear the row for a new owner."""
         self.forget()
-        for name in _INT_FIELDS:
-            setattr(self, name, -1 if name in {"rank", "generation", "step", "restored_step"} else 0)
+        unknown = {"rank", "generation", "step", "restored_step"}
+        for name, at in _INT_FIELDS.items():
+            struct.pack_into("q", self._map, self._at + at, -1 if name in unknown else 0)
+
+
+def _acks_bytes(mapping: Any, at: int) -> bytes:
+    generation: bytes = mapping[at + _GENERATION_AT : at + _GENERATION_AT + 8]
+    found: bytes = mapping[at + _LIST_AT : at + _LIST_END]
+    return generation + found
 
 
 def published_in(acks_bytes: bytes, generation: int) -> RankAcks | None:
@@ -244,6 +245,10 @@ class Control:
         if not 0 <= index < self.rows:
             raise IndexError(index)
         return ControlRow(self._map, index)
+
+    def acks_bytes(self, index: int) -> bytes:
+        """Return all that `published` of a row depends on, as it is now."""
+        return _acks_bytes(self._map, PAGE + index * ROW_BYTES)
 
     def close(self) -> None:
         """Unmap; rows handed out must not be used any more."""

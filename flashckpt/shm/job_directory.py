@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 
-from flashckpt.core.generation import Generation
+from flashckpt.core.lineage import Generation
 from flashckpt.environment import env
 from flashckpt.errors import DamagedError, JobInUseError, SharedMemoryError
 from flashckpt.settings import checked
@@ -35,6 +35,7 @@ _PAGE = 4096
 _NOTICE_BYTES = 1000
 _SETTLED_NS = 100_000_000
 """Clocks of file systems have ticks of a few milliseconds."""
+NO_STATUS = (0, 0, 0)
 
 __all__ = ["DaemonStatus", "Generation", "JobConfig", "JobDirectory", "jobs_in_memory", "memory_root"]
 
@@ -243,12 +244,13 @@ class JobDirectory:
     def status_mark(self) -> tuple[int, int, int] | None:
         """Return what distinguishes one status of the daemon from another without reading it; None where it cannot yet.
 
+        NO_STATUS stands for none.
         A file that was written a moment ago may be written in place again without getting another time.
         """
         try:
             found = os.lstat(f"{self.path}/daemon.msgpack")  # at each snapshot: a path costs more than the call
         except FileNotFoundError:
-            return None
+            return NO_STATUS
         is_settled = abs(time.time_ns() - found.st_mtime_ns) > _SETTLED_NS
         return (found.st_ino, found.st_mtime_ns, found.st_size) if is_settled else None
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flashckpt.core.generation import Generation
+from flashckpt.core.lineage import Generation
 from flashckpt.core.records import Record, pack, seal, unpack, unseal
 from flashckpt.core.snapshot_id import BEFORE_ALL, SnapshotId
 from flashckpt.errors import DamagedError

@@ -7,14 +7,22 @@ own descriptor, which is never mapped (mmap keeps a duplicate) and is closed in 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
+import mmap
 import os
 import struct
 import threading
 import weakref
 from pathlib import Path
+from types import TracebackType
 
+from flashckpt.core.digest import digest
+from flashckpt.core.manifest import Manifest, decode_manifest
+from flashckpt.core.superblock import PAGE, SegmentSpec, SlotHeader, newest_copy
+from flashckpt.errors import DamagedError
+from flashckpt.native import GuardedMap
 from flashckpt.shm.private import open_file
 
 _FLOCK = struct.Struct("hhqqi")  # l_type, l_whence, l_start, l_len, l_pid: native alignment of struct flock
@@ -94,3 +102,202 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(before=_GUARD.acquire, after_in_parent=_GUARD.release, after_in_child=_close_in_child)
+
+
+# -- A reader's lease on one slot. Reads only what digests confirm; a pin keeps the bytes, never proves them -------
+
+
+class Pin:
+    """A shared lease on a COMPLETE slot: its owner does not overwrite it until `close()` or the end of this process.
+
+    Attributes:
+        slot: Slot number.
+        header: The COMPLETE header.
+        spec: Of the segment.
+        path: Of the segment.
+    """
+
+    def __init__(self, path: Path, spec: SegmentSpec, fd: int, *, slot: int, header: SlotHeader, lease: Lease) -> None:
+        """Made by `Segment.pin`. Takes over `fd` (not the lease's: mmap keeps a duplicate, and with it the lock)."""
+        self.path, self.spec, self._fd, self.slot, self.header, self._lease = path, spec, fd, slot, header, lease
+        self._data: mmap.mmap | None = None
+        self._view: memoryview | None = None
+        self._guarded: GuardedMap | None = None
+        self._page = b""  # the page of headers when it was last found to be current
+
+    def manifest_bytes(self) -> bytes:
+        """Return the verified bytes of the manifest.
+
+        Raises:
+            DamagedError: They do not match the digest in the header, or the header has changed.
+        """
+        header, spec = self.header, self.spec
+        if header.manifest_bytes > spec.manifest_capacity or header.data_bytes > spec.data_capacity:
+            raise self._contradicts(
+                f"{header.manifest_bytes} bytes of manifest, {header.data_bytes} bytes of data",
+                f"at most {spec.manifest_capacity} and {spec.data_capacity}",
+            )
+        raw = os.pread(self._fd, header.manifest_bytes, spec.manifest_at(self.slot))
+        if len(raw) != self.header.manifest_bytes or digest(raw) != self.header.manifest_digest:
+            raise DamagedError(
+                f"the snapshot of step {self.header.step} in memory is damaged",
+                found=f"manifest digest {digest(raw):016x}",
+                expected=f"{self.header.manifest_digest:016x} (slot {self.slot} of {self.path})",
+                state="It was left unchanged and is not restored.",
+            )
+        if not self.is_current():
+            raise DamagedError(
+                f"the snapshot of step {self.header.step} was rolled back while it was read",
+                found=f"slot {self.slot} of {self.path} has a newer header",
+                state="Nothing was read from it.",
+            )
+        return raw
+
+    def manifest(self) -> Manifest:
+        """Return the verified manifest, which agrees with its slot; errors as `manifest_bytes`."""
+        manifest, header = decode_manifest(self.manifest_bytes()), self.header
+        found = (*manifest.identity, manifest.rank, manifest.world_size, manifest.objects)
+        if found != (*header.identity, header.rank, header.world_size, []):
+            raise self._contradicts(
+                f"a manifest of step {manifest.step}, generation {manifest.generation}, rank {manifest.rank}"
+                f" of {manifest.world_size}",
+                f"step {header.step}, generation {header.generation}, rank {header.rank} of {header.world_size}",
+            )
+        table = manifest.table
+        if (end := int((table.byte_offset + table.nbytes).max(initial=0))) > header.data_bytes:
+            raise self._contradicts(f"rows up to byte {end}", f"at most {header.data_bytes} bytes of data")
+        return manifest
+
+    def _contradicts(self, found: str, expected: str) -> DamagedError:
+        return DamagedError(
+            f"the snapshot of step {self.header.step} in memory contradicts itself",
+            found=f"{found} (slot {self.slot} of {self.path})",
+            expected=expected,
+            state="It was left unchanged and is not restored.",
+        )
+
+    def is_current(self) -> bool:
+        """Whether the header is still the one that was pinned (not rolled back meanwhile)."""
+        page = os.pread(self._fd, PAGE, self.spec.header_at(self.slot))
+        if page == self._page:
+            return True
+        if newest_copy(page)[0] != self.header:
+            return False
+        self._page = page
+        return True
+
+    @property
+    def nbytes(self) -> int:
+        """Used bytes of the data area.
+
+        Raises:
+            DamagedError: They are more than a slot has.
+        """
+        if (used := self.header.data_bytes) > self.spec.data_capacity:
+            raise self._short(f"{used} bytes of data", f"at most {self.spec.data_capacity} bytes in a slot")
+        return used
+
+    def read_into(self, start: int, out: memoryview) -> None:
+        """Copy the data area from byte `start` into `out` by system calls: no other process can kill this one by SIGBUS.
+
+        Raises:
+            DamagedError: The file is shorter.
+        """
+        at, done = self.spec.data_at(self.slot) + start, 0
+        while done < len(out):
+            if not (count := os.preadv(self._fd, [out[done:]], at + done)):
+                raise self._short(f"a file of {at + done} bytes", f"at least {at + len(out)} bytes")
+            done += count
+
+    def view(self) -> memoryview | None:
+        """Return the read-only bytes of the data area without a copy, for a process that must outlive their loss.
+
+        What another process cuts off while it is read reads as zeros: `check_whole` finds out.
+
+        Returns:
+            None where there is no such mapping here, or no byte: `read_into` reads them then.
+
+        Raises:
+            DamagedError: The file is shorter.
+        """
+        used = self.nbytes
+        at = self.spec.data_at(self.slot)
+        lead = at % mmap.ALLOCATIONGRANULARITY  # 0 unless the machine's pages are larger than 4 KiB
+        if self._guarded is None and used:
+            self._check_length()
+            self._guarded = GuardedMap.of(self._fd, lead + used, at - lead)
+        return None if self._guarded is None else memoryview(self._guarded)[lead : lead + used]
+
+    def check_whole(self) -> None:
+        """Raise DamagedError where a byte that `view` gave may not have been the slot's."""
+        if self._guarded is None:
+            return
+        self._check_length()
+        if self._guarded.is_lost:
+            raise DamagedError(
+                f"a page of the snapshot of step {self.header.step} in memory was lost while it was read",
+                found=f"a bus error (slot {self.slot} of {self.path})",
+                state="It was left unchanged and is not restored.",
+                remedy="check the machine's memory (dmesg); the next snapshot is persisted as usual",
+            )
+
+    def _check_length(self) -> None:
+        end, needed = os.fstat(self._fd).st_size, self.spec.data_at(self.slot) + self.nbytes
+        if end < needed:  # a read behind the end of the file would raise SIGBUS
+            raise self._short(f"a file of {end} bytes", f"at least {needed} bytes")
+
+    @property
+    def data(self) -> memoryview:
+        """Read-only bytes of the data area, every page mapped on first use (3 GB/s fault by fault, 10 populated)."""
+        return self.map(populate=True)
+
+    def map(self, *, populate: bool, within: memoryview | None = None) -> memoryview:
+        """Return the read-only bytes of the data area.
+
+        Args:
+            populate: Map every page now, in one thread. A caller that reads only parts, or with several threads,
+                maps what it is about to read (`prefault.map_held`): mapping a page costs half of copying it.
+            within: A mapping of the whole segment that this process has already; None makes one of the slot.
+        """
+        if self._view is None:
+            at, used = self.spec.data_at(self.slot), self.nbytes
+            lead = at % mmap.ALLOCATIONGRANULARITY  # 0 unless the machine's pages are larger than 4 KiB
+            flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
+            size = max(1, lead + used)
+            self._check_length()
+            if within is not None:
+                self._view = within[at : at + used].toreadonly()
+                return self._view
+            self._data = mmap.mmap(self._fd, size, flags=flags, prot=mmap.PROT_READ, offset=at - lead)
+            self._view = memoryview(self._data)[lead : lead + used]
+        return self._view
+
+    def _short(self, found: str, expected: str) -> DamagedError:
+        return DamagedError(
+            f"the snapshot of step {self.header.step} in memory is truncated",
+            found=found,
+            expected=f"{expected} (slot {self.slot} of {self.path})",
+            state="It was left unchanged and is not restored.",
+        )
+
+    def close(self) -> None:
+        """Release the slot."""
+        if self._view is not None:
+            with contextlib.suppress(BufferError):
+                self._view.release()
+        if self._data is not None:
+            with contextlib.suppress(BufferError):
+                self._data.close()
+        self._view = self._data = self._guarded = None  # what is still in use stays mapped until it is not
+        self._lease.close()
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> Pin:  # noqa: PYI034 -- Self is not in typing before Python 3.11
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

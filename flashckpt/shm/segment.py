@@ -17,29 +17,26 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from flashckpt.core.slot_header import (
-    HEADER_COPY_BYTES,
-    SlotHeader,
-    SlotState,
-    encode_header,
-    newest_copy,
-)
-from flashckpt.core.snapshot_request import SnapshotRequest
+from flashckpt.core.snapshot_id import SnapshotRequest
 from flashckpt.core.superblock import (
+    HEADER_COPY_BYTES,
     OWNER_AT,
     PAGE,
     SegmentSpec,
+    SlotHeader,
+    SlotState,
     Superblock,
     decode_owner,
     decode_superblock,
+    encode_header,
     encode_owner,
     encode_superblock,
+    newest_copy,
 )
 from flashckpt.errors import DamagedError, JobInUseError
 from flashckpt.faults import crash_point
 from flashckpt.shm import block, capacity
-from flashckpt.shm.lease import Lease, is_at
-from flashckpt.shm.pin import Pin
+from flashckpt.shm.lease import Lease, Pin, is_at
 from flashckpt.shm.private import open_file
 from flashckpt.shm.segment_file import address_of, boot_id, check_place, describe_process, fill_holes, lay_out, touch
 from flashckpt.shm.slot_writer import SlotWriter
@@ -260,7 +257,8 @@ class Segment:
 
     def headers(self) -> list[SlotHeader]:
         """Return one header per slot."""
-        return [self.header(slot) for slot in range(self.spec.slots)]
+        fd, at = self._fd, self.spec.header_at
+        return [newest_copy(os.pread(fd, PAGE, at(slot)))[0] for slot in range(self.spec.slots)]
 
     def busy(self) -> set[int]:
         """Return the slots under a reader's lease, or being written by this process."""

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from flashckpt.core.digest import digest
-from flashckpt.core.slot_header import SlotHeader, SlotState
-from flashckpt.core.superblock import SegmentSpec
+from flashckpt.core.superblock import SegmentSpec, SlotHeader, SlotState
 from flashckpt.errors import SharedMemoryError
 from flashckpt.faults import crash_point
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
+import threading
+import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +18,114 @@ from flashckpt import faults
 from flashckpt.core.digest import CHUNK_BYTES
 from flashckpt.native import SharedCopy, copy_and_digest, is_native
 from flashckpt.snapshot.copy import Buffer, Item, StalePlanError, stale_plan
-from flashckpt.snapshot.offer import Offer
+
+# -- A copy under way, which the training thread joins instead of waiting: on a full machine the copy thread has no
+#    core
+
+
+class Offer:
+    """What the copy thread of one snapshot lets the training thread take part in.
+
+    Attributes:
+        joined_bytes: That the training thread copied.
+        joined_cpu_s: That it took.
+    """
+
+    def __init__(self) -> None:
+        self.joined_bytes, self.joined_cpu_s = 0, 0.0
+        self._is_decided, self._copying = threading.Event(), threading.Lock()
+        self._shared: SharedCopy | None = None
+
+    @contextlib.contextmanager
+    def open(self, shared: SharedCopy) -> Iterator[None]:
+        """Let the other thread take rows within; at the end it has left, and what it took is copied."""
+        self._shared = shared
+        self._is_decided.set()
+        try:
+            yield
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Offer nothing more: the copy is done, or there is none to take part in. The other thread has left then."""
+        with self._copying:
+            self._shared = None
+        self._is_decided.set()
+
+    def join(self) -> None:
+        """Wait until there is something to copy or nothing any more, and copy until all is taken."""
+        self._is_decided.wait()
+        with self._copying:
+            if self._shared is not None:
+                began = time.thread_time()
+                self.joined_bytes += self._shared.join()
+                self.joined_cpu_s += time.thread_time() - began
+
+
+# -- Whether a core is free for the copy thread, by what the scheduler let it wait; where none is, copies are made
+#    inside `step()`
+
+_OWN = Path("/proc/thread-self/schedstat")
+
+
+class CoreTime(NamedTuple):
+    """What a thread has had so far, in ns.
+
+    Attributes:
+        ran: On a core.
+        waited: Ready to run, without one.
+    """
+
+    ran: int
+    waited: int
+
+    @classmethod
+    def now(cls) -> CoreTime | None:
+        """Return that of the calling thread; None where the kernel does not count it."""
+        try:
+            waited = int(_OWN.read_text().split()[1])
+        except (OSError, ValueError, IndexError):
+            return None
+        return cls(time.thread_time_ns(), waited)  # the file's own time on a core is that of the last tick
+
+
+class Crowding:
+    """Decides where the next snapshot is copied: beside training, or by the training thread where the machine is full.
+
+    With as many computing threads as cores a copy beside them costs what a copy by the training thread costs, and more:
+    the scheduler moves threads from core to core, and the slowest rank is the one that it moved last.
+
+    Attributes:
+        is_full: Whether the training thread is to copy.
+    """
+
+    LEAST_BYTES = 16 << 20
+    """Smaller snapshots are over before it matters."""
+    IN_A_ROW = 3
+    TRIED_AGAIN = 32
+    """One in so many snapshots is copied beside training on a machine that was full, to find out whether it still is."""
+
+    def __init__(self) -> None:
+        self.is_full = False
+        self._crowded = self._since = 0
+
+    def next_here(self, nbytes: int) -> bool:
+        """Return whether the training thread copies the snapshot that is about to be copied."""
+        if not self.is_full or nbytes < self.LEAST_BYTES:
+            return False
+        self._since += 1
+        return self._since % self.TRIED_AGAIN != 0
+
+    def saw(self, before: CoreTime | None, after: CoreTime | None, nbytes: int) -> bool:
+        """Take note of a copy by the copy thread; True if from now on the training thread copies."""
+        if before is None or after is None or nbytes < self.LEAST_BYTES:
+            return False
+        ran, waited = after.ran - before.ran, after.waited - before.waited
+        self._crowded = self._crowded + 1 if waited > ran // 2 else 0
+        was_full = self.is_full
+        self.is_full = self._crowded >= self.IN_A_ROW
+        return self.is_full and not was_full
+
 
 Ints = npt.NDArray[np.int64]
 _SHAPE = operator.attrgetter("shape")
@@ -56,6 +167,7 @@ class HostRuns:
         self._locals = [item.local for item in items]
         self._shapes, self._dtypes = [item.shape for item in items], [item.dtype for item in items]
         self._sizes = [item.local_bytes for item in items]
+        self._parts = [slice(first, first + _AT_A_TIME) for first in range(0, len(items), _AT_A_TIME)]
         columns = [(item.start, item.offset, item.nbytes, item.first_chunk, item.local_bytes) for item in items]
         *parts, self._room = np.array(columns, np.int64).reshape(-1, 5).T.copy()
         self._item, (self._start, self._offset, self._nbytes, self._first) = _dealt(*parts)
@@ -74,7 +186,7 @@ class HostRuns:
         """
         if not self._items:
             return
-        for part in self._parts():
+        for part in self._parts:
             if list(map(_NBYTES, self._locals[part])) != self._sizes[part]:
                 self._refuse(part)
         held = self.hold()
@@ -116,7 +228,7 @@ class HostRuns:
         Raises:
             StalePlanError: One is not.
         """
-        for part in self._parts():
+        for part in self._parts:
             tensors = self._locals[part]
             if list(map(_DTYPE, tensors)) != self._dtypes[part] or list(map(_SHAPE, tensors)) != self._shapes[part]:
                 self._refuse(part)
@@ -139,7 +251,7 @@ class HostRuns:
         """
         addresses, bases, rooms = np.zeros((3, len(self._items)), np.int64)
         storages: list[torch.UntypedStorage] = []
-        for part in self._parts():
+        for part in self._parts:
             tensors = self._locals[part]
             if not all(map(torch.Tensor.is_contiguous, tensors)):
                 self._refuse(part)
@@ -154,7 +266,7 @@ class HostRuns:
 
     def refuse_lost(self, held: HeldMemory) -> None:
         """Refuse what was copied of a storage that got other memory meanwhile: its bytes were anybody's."""
-        for part in self._parts():
+        for part in self._parts:
             self._refuse_first(held.bases[part] != list(map(_BASE, held.storages[part])), held, part.start)
 
     def _refuse_first(self, wrong: npt.NDArray[np.bool_], held: HeldMemory, first: int = 0) -> None:
@@ -179,9 +291,6 @@ class HostRuns:
 
     def _rows(self, held: HeldMemory, buffer: Buffer) -> Ints:
         return np.column_stack((held.addresses[self._item] + self._start, self._offset + buffer.address, self._nbytes))
-
-    def _parts(self) -> Iterator[slice]:
-        return (slice(first, first + _AT_A_TIME) for first in range(0, len(self._items), _AT_A_TIME))
 
     def _refuse(self, part: slice) -> None:
         for item in self._items[part]:

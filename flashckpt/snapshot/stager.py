@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from flashckpt.core.manifest import Manifest, encode_manifest
-from flashckpt.core.snapshot_request import SnapshotRequest
+from flashckpt.core.snapshot_id import SnapshotRequest
 from flashckpt.errors import FenceError, FlashckptError, SharedMemoryError
 from flashckpt.faults import crash_point
 from flashckpt.logs import guarded
@@ -27,14 +27,10 @@ from flashckpt.snapshot.copy import (
     copy_item,
 )
 from flashckpt.snapshot.copy_plan import CopyPlan
-from flashckpt.snapshot.crowding import CoreTime, Crowding
 from flashckpt.snapshot.device import DeviceCopier
-from flashckpt.snapshot.nonfinite import FiniteWatch
-from flashckpt.snapshot.offer import Offer
-from flashckpt.snapshot.runs import digest_in_slot, places_of
-from flashckpt.snapshot.version_counters import Counts, counter_path
-from flashckpt.snapshot.witness import Witness
-from flashckpt.state.captured import Captured, ValuesRead
+from flashckpt.snapshot.runs import CoreTime, Crowding, Offer, digest_in_slot, places_of
+from flashckpt.snapshot.witness import Counts, FiniteWatch, Witness, counter_path
+from flashckpt.state.structure import Captured, ValuesRead
 
 _log = guarded(logging.getLogger("flashckpt"))
 UNCOUNTED = "a write that torch does not count (through .data or numpy, or by averaged weights that were swapped in)"
@@ -286,17 +282,18 @@ class Stager:
         plan, buffer, digests = snapshot.plan, snapshot.buffer, snapshot.digests
         assert digests is not None
         digest_in_slot(plan.digested_later, buffer, digests)
-        for items in self._lanes.arrivals(snapshot.batches, buffer):
-            digest_in_slot(places_of(items), buffer, digests)
-        if names := self._lanes.changed(snapshot.marks, buffer):
-            raise fence_error(names, snapshot.request.id.step, found=UNCOUNTED)
+        if plan.uses_device:
+            for items in self._lanes.arrivals(snapshot.batches, buffer):
+                digest_in_slot(places_of(items), buffer, digests)
+            if names := self._lanes.changed(snapshot.marks, buffer):
+                raise fence_error(names, snapshot.request.id.step, found=UNCOUNTED)
         snapshot.check()
         if snapshot.error is None:
             self._commit(snapshot, digests)
 
     def _commit(self, snapshot: Snapshot, digests: np.ndarray) -> None:
         layout = snapshot.plan.layout
-        snapshot.nonfinite = self._finite.look(snapshot.plan, snapshot.buffer)
+        snapshot.nonfinite = self._finite.look(layout, snapshot.buffer)
         values = snapshot.values.packed()
         manifest = Manifest.of(snapshot.request, table=layout.table, digests=digests, values=values)
         encoded = encode_manifest(manifest, table_bytes=layout.table_bytes)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
-from types import ModuleType
+from itertools import chain
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ _DRAWING = frozenset(
 )
 _SEEDED = frozenset(["generator", "Generator", "manual_seed", "default_rng", "RandomState", "seed"])
 _RANDOM_TRANSFORM = re.compile(r"\b(Random|AutoAugment|TrivialAugment|AugMix|ColorJitter|GaussianBlur)|\(p=0?\.")
+_PLAIN = frozenset({type, ModuleType, FunctionType, BuiltinFunctionType, str, bytes, int, float, bool, type(None)})
 _DEPTH = 3
 _OTHERS = frozenset({"flashckpt", "torch", "lightning", "transformers", "accelerate", "_pytest", "pluggy", "runpy"})
 
@@ -69,15 +71,19 @@ def _has_position(thing: Any) -> bool:
 
 def _loaders() -> list[DataLoader[Any]]:
     """Return the loaders in the variables of the program: of the functions that are running, and one level below."""
-    found: dict[int, DataLoader[Any]] = {}
+    values: list[Any] = []
     frame = inspect.currentframe()
     while frame is not None:
         name = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        values = [*frame.f_locals.values(), *(() if name in _OTHERS else frame.f_globals.values())]
-        parts = [part for value in values for part in _inside(value)]
-        found |= {id(one): one for one in (*values, *parts) if _is_loader(one)}
+        values += [*frame.f_locals.values(), *(() if name in _OTHERS else frame.f_globals.values())]
         frame = frame.f_back
-    return list(found.values())
+    values = list({id(value): value for value in values if type(value) not in _PLAIN}.values())
+    parts = chain.from_iterable(map(_inside, values))
+    every = {id(one): one for one in (*values, *parts) if type(one) not in _PLAIN}
+    try:
+        return [one for one in every.values() if isinstance(one, DataLoader)]
+    except Exception:  # noqa: BLE001 -- any variable of the program: proxies, mocks
+        return list(filter(_is_loader, every.values()))
 
 
 def _is_loader(value: Any) -> bool:

@@ -53,9 +53,9 @@ SHUFFLED_STREAM = Continuation(
 
 def continuation_of(thing: Any) -> Continuation | None:
     """Return how a tracked object continues; None for what is no source of data."""
-    parts = [thing, *(getattr(thing, name, None) for name in ("sampler", "batch_sampler"))]
-    if any(type(part).__module__.startswith("flashckpt.sampler.") for part in parts):
-        return ELASTIC
+    for part in (thing, getattr(thing, "sampler", None), getattr(thing, "batch_sampler", None)):
+        if type(part).__module__.startswith("flashckpt.sampler."):
+            return ELASTIC
     if _is(thing, "torchdata.stateful_dataloader", "StatefulDataLoader"):
         return _of_loader(thing)
     if _is(thing, "torchdata.nodes", "Loader"):
@@ -192,6 +192,7 @@ def _has_buffer(stream: Any) -> bool:
 
 def _is(thing: Any, package: str, name: str) -> bool:
     """Whether a class of this name, of this package, is among those of `thing`."""
-    return any(
-        kind.__name__ == name and (kind.__module__ + ".").startswith(package + ".") for kind in type(thing).__mro__
-    )
+    for kind in type(thing).__mro__:
+        if kind.__name__ == name and (kind.__module__ + ".").startswith(package + "."):
+            return True
+    return False

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 
 from flashckpt.state.data_sources import begins_when_read
 from flashckpt.state.loaded import ask, is_ours
-from flashckpt.state.named_groups import GroupOrder, plain
+from flashckpt.state.named_groups import NOT_SETTINGS, SCALARS, GroupOrder, plain, settings
 
 BY_GROUP = frozenset(
     {"base_lrs", "_last_lr", "min_lrs", "max_lrs", "lr_lambdas", "base_momentums", "max_momentums", "swa_lrs"}
@@ -259,3 +260,143 @@ def _is_column(entries: Sequence[Any], recorded: Sequence[Mapping[Any, Any]]) ->
     """Whether a list is one setting of all groups, which so differ in it."""
     keys = set(recorded[0]).intersection(*recorded) if recorded else set()
     return any(_is_same([plain(group[key]) for group in recorded], list(entries)) for key in keys)
+
+
+# -- State by the place of a parameter, as lists of averaged weights and the `state_dict()` of an optimizer have it
+#
+# Nothing in such a list says whose an entry is. So a snapshot says in what row the parameters stood: where they
+# stand in another one, an object with such a list is refused.
+
+Named = Mapping[int, str]
+
+
+def rows(modules: Mapping[str, Iterable[str]], objects: Mapping[str, Any], names: Named) -> dict[str, str]:
+    """Return a digest of the names of parameters in their row, by track name of the modules and of what holds an optimizer.
+
+    Args:
+        modules: Names of the parameters by track name.
+        objects: Other tracked objects.
+        names: id(parameter) -> its name.
+    """
+    found = {label: _digest(own) for label, own in modules.items()}
+    for name, thing in objects.items():
+        groups = held_groups(thing) if may_have_rows(thing) else None
+        if groups:
+            found[name] = _digest(names.get(id(param), "") for group in groups for param in group["params"])
+    return found
+
+
+def may_have_rows(thing: Any) -> bool:
+    """Whether an object's state may be by the place of a parameter."""
+    is_scheduler = isinstance(thing, torch.optim.lr_scheduler.LRScheduler)
+    return not (is_scheduler or is_ours(thing) or begins_when_read(thing))
+
+
+def lists_in(state: Any, counts: Container[int], path: str) -> Iterator[str]:
+    """Yield where in a state there is one entry for each parameter.
+
+    Args:
+        state: Of an object.
+        counts: How many parameters there are.
+        path: Of the state.
+    """
+    is_row = isinstance(state, (list, tuple)) and len(state) in counts
+    entries = (
+        list(state.values() if isinstance(state, dict) else state) if isinstance(state, (dict, list, tuple)) else []
+    )
+    is_row |= isinstance(state, dict) and {int}.issuperset(map(type, state))
+    if is_row and len(entries) > 1 and all(isinstance(one, (torch.Tensor, dict)) for one in entries):
+        yield path
+        return
+    keys = state if isinstance(state, dict) else range(len(entries))
+    for key, value in zip(keys, entries, strict=True):
+        yield from lists_in(value, counts, f"{path}.{key}")
+
+
+def _digest(names: Iterable[str]) -> str:
+    return hashlib.blake2b("\0".join(names).encode(), digest_size=8).hexdigest()
+
+
+# -- What a snapshot says of the program that took it: classes of optimizers and schedulers, and settings as it was
+#    built
+#
+# Classes are compared by name, without their module: that of a class in the script is another one under another
+# launcher.
+
+KEY = ".program"
+"""What stands before "@" in the key of the value; no tracked name has a dot."""
+_MOST_GROUPS = 256
+_PLAIN = (bool, int, float, str)
+Optimizers = Mapping[str, Sequence[torch.optim.Optimizer]]
+
+
+def class_of(thing: Any) -> str:
+    """Return the class of an optimizer, or of a scheduler with those that it calls."""
+    inner = [class_of(one) for one in vars(thing).get("_schedulers", ())] if len(schedulers_in(thing)) > 1 else []
+    return type(thing).__name__ + (f"({', '.join(inner)})" if inner else "")
+
+
+def built(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[dict[str, Any]]]:
+    """Return the settings of each group that are plain values; nothing of very many groups."""
+    if sum(len(optimizer.param_groups) for optimizer in optimizers) > _MOST_GROUPS:
+        return []
+    return [
+        [{k: v for k, v in settings(group).items() if _is_plain(v)} for group in optimizer.param_groups]
+        for optimizer in optimizers
+    ]
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or type(value) in _PLAIN or (type(value) is list and all(type(v) in _PLAIN for v in value))
+
+
+def record(
+    optimizers: Optimizers, objects: Mapping[str, Any], as_built: Mapping[str, Any], rows: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the value that a snapshot holds.
+
+    Args:
+        optimizers: The tracked ones.
+        objects: Other tracked objects; those that are no schedulers are left out.
+        as_built: `built` of the optimizers before anything was restored.
+        rows: Of `parameter_rows`.
+    """
+    schedulers = {name: one for name, one in objects.items() if is_scheduler(one)}
+    return {
+        "optimizers": {label: list(map(class_of, own)) for label, own in optimizers.items()},
+        "schedulers": {name: class_of(one) for name, one in schedulers.items()},
+        "built": dict(as_built),
+        "rows": dict(rows),
+    }
+
+
+def is_scheduler(thing: Any) -> bool:
+    """Whether a tracked object is one of which the class is recorded."""
+    return isinstance(thing, torch.optim.lr_scheduler.LRScheduler)
+
+
+def changes(
+    live: Mapping[str, Any], recorded: Mapping[str, Any], as_built: Mapping[str, Any] | None
+) -> dict[str, tuple[Any, Any]]:
+    """Return setting -> (that of the program, that of the snapshot) where the program was changed since.
+
+    Args:
+        live: Settings of a group as the program built it.
+        recorded: Those of the snapshot.
+        as_built: Those of the program that took it, before its first step; None where the snapshot does not say it: then
+            what a scheduler may have changed is left out.
+    """
+    moving: set[str] = set()
+    if as_built is None:
+        moving = {"lr"} if "initial_lr" in recorded else set()
+        moving |= {"momentum", "betas"} if "base_momentum" in recorded else set()
+    before, found = recorded if as_built is None else as_built, dict[str, tuple[Any, Any]]()
+    for key, value in live.items():
+        if key in NOT_SETTINGS or key in moving or key not in recorded or key not in before:
+            continue
+        if type(value) in SCALARS and value == recorded[key]:
+            continue
+        ours, theirs = plain(value), plain(recorded[key])
+        if ours != theirs and ours != plain(before[key]) and _is_plain(ours):
+            found[key] = ours, theirs
+    return found

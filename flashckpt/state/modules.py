@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from flashckpt.errors import UnsupportedStateError
 from flashckpt.logs import guarded
+from flashckpt.state import pytree
 from flashckpt.state.placement import local_of
 
 _log = guarded(logging.getLogger("flashckpt"))
@@ -175,3 +177,88 @@ def storage_key(tensor: torch.Tensor) -> tuple[object, ...]:
     if isinstance(tensor, DTensor) or local.is_meta or local.layout is not torch.strided or not local.numel():
         return ("object", id(tensor))
     return (local.device, local.data_ptr(), tuple(local.shape), local.stride(), local.dtype)
+
+
+# -- Values that are nested too deeply, found at `track()` if they exist already -----------------------------------
+
+
+def refuse_deep(name: str, *things: Any) -> None:
+    """Reject objects whose state no snapshot could hold; later state is checked when it is flattened.
+
+    Raises:
+        UnsupportedStateError: A value of it has more than `trees.DEEPEST` levels; names it.
+    """
+    for thing in things:
+        for path, value in _values(name, thing):
+            if _is_deep(value):
+                pytree.refuse_depth(path)
+
+
+def _values(name: str, thing: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(thing, torch.optim.Optimizer):
+        yield f"{name}.groups", [[{k: v for k, v in group.items() if k != "params"} for group in thing.param_groups]]
+        for key, state in thing.state.items():
+            own = state.items() if isinstance(key, torch.Tensor) else [(key, state)]
+            yield from ((f"{name}.state.{inner}", value) for inner, value in own)
+    elif isinstance(thing, nn.Module):
+        for path, module in extra_states(thing.named_modules()):
+            yield f"{name}.{path}", _asked(module.get_extra_state)
+    elif not hasattr(thing, "__iter__"):  # a stateful loader begins an iterator, and draws, when its state is read
+        yield name, _asked(thing.state_dict)
+
+
+def _asked(get: Any) -> Any:
+    with contextlib.suppress(Exception):  # not ready yet: checked again in restore()
+        return get()
+    return None
+
+
+def _is_deep(tree: Any) -> bool:
+    level = [tree] if _is_tree(tree) else []
+    for _ in range(pytree.DEEPEST + 1):
+        if not level:
+            return False
+        parts = (part for one in level for part in (one.values() if isinstance(one, Mapping) else one))
+        level = list({id(part): part for part in parts if _is_tree(part)}.values())
+    return bool(level)
+
+
+def _is_tree(value: Any) -> bool:
+    return isinstance(value, Mapping) or type(value) in (list, tuple)
+
+
+# -- What frameworks wrap around optimizers and schedulers, taken off: the state is that of the object inside ------
+
+_INSIDE = {
+    ("accelerate.optimizer", "AcceleratedOptimizer"): "optimizer",
+    ("accelerate.scheduler", "AcceleratedScheduler"): "scheduler",
+}
+"""Classes whose state_dict is that of one member; known by name, since nothing of these packages is imported here."""
+
+
+def unwrapped(thing: Any) -> Any:
+    """Return the torch object inside a known wrapper, or `thing` itself; of a list, the same of each member.
+
+    An optimizer that only passes its calls on to a list of others, as torchtitan's container does, is that list: its own
+    state is empty, and a snapshot of it would have none.
+    """
+    if type(thing) in {list, tuple}:
+        return type(thing)(map(unwrapped, thing))
+    if isinstance(thing, torch.optim.Optimizer) and not vars(thing).get("state"):
+        for value in vars(thing).values():
+            if members := contained(value):
+                return unwrapped(members)
+    for kind in type(thing).__mro__:
+        inside = _INSIDE.get((kind.__module__, kind.__qualname__))
+        if inside is not None:
+            return unwrapped(getattr(thing, inside))
+    return thing
+
+
+def contained(value: Any) -> list[torch.optim.Optimizer]:
+    """Return the optimizers in a list, tuple or dict of nothing else; [] where it is another thing."""
+    if not isinstance(value, (dict, list, tuple)):
+        return []
+    members = list(value.values() if isinstance(value, dict) else value)
+    is_one = bool(members) and isinstance(members[0], torch.optim.Optimizer)
+    return members if is_one and all(isinstance(one, torch.optim.Optimizer) for one in members) else []

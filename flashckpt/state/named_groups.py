@@ -228,9 +228,16 @@ def _group_said(names: Sequence[str], group: Mapping[str, Any]) -> str:
     return f"{members} ({own})" if own else members
 
 
+SCALARS = frozenset({bool, int, float, str, type(None)})
+
+
 def settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return hyperparameters that can be compared by ==."""
-    return {key: plain(value) for key, value in group.items() if key not in NOT_SETTINGS}
+    return {
+        key: value if type(value) in SCALARS else plain(value)
+        for key, value in group.items()
+        if key not in NOT_SETTINGS
+    }
 
 
 def plain(value: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from flashckpt.core.box import Box
+from flashckpt.core.shard import Box
 from flashckpt.planning.write_partition import WritePart, WriteShare, cut_dimension, partition_writes
 from flashckpt.state.box_sets import FORM, BoxSets
 from flashckpt.state.placement import LocalBox, Replication, World

@@ -62,7 +62,7 @@ class Replication:
     over: tuple[Any, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class World:
     """The ranks as this one sees them.
 
@@ -80,7 +80,7 @@ class World:
     replicated: bool = False
     group: tuple[int, ...] | None = None
 
-    @property
+    @functools.cached_property
     def coordinates(self) -> dict[str, int]:
         """Mesh coordinate by dimension name; {} without a mesh."""
         if self.mesh is None or self.mesh.get_coordinate() is None:
@@ -88,12 +88,12 @@ class World:
         names = self.mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(self.mesh.ndim))
         return dict(zip(names, (int(c) for c in self.mesh.get_coordinate() or ()), strict=True))
 
-    @property
+    @functools.cached_property
     def suffix(self) -> str:
         """What marks the name of state that belongs to this rank: `pp0.dp1.tp0`, or `rank3` without a mesh."""
         return ".".join(f"{name}{c}" for name, c in self.coordinates.items()) or f"rank{self.rank}"
 
-    @property
+    @functools.cached_property
     def stage(self) -> str:
         """The part of `suffix` that names the pipeline stage; empty where there is none."""
         return ".".join(f"{name}{c}" for name, c in self.coordinates.items() if name in STAGE_DIMS)

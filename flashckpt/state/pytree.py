@@ -195,12 +195,12 @@ class _Together:
         if isinstance(skeleton, dict):
             kind = skeleton.get(_MARK)
             if kind is None:
-                return {k: self.node(v) for k, v in skeleton.items()}
+                return {k: v if type(v) in _LEAVES else self.node(v) for k, v in skeleton.items()}
             return self._special(kind, skeleton)
         if isinstance(skeleton, (list, tuple)):
             if _LEAVES.issuperset(map(type, skeleton)):  # names of a hundred thousand parameters
                 return type(skeleton)(skeleton)
-            return type(skeleton)(self.node(v) for v in skeleton)
+            return type(skeleton)([self.node(v) for v in skeleton])
         return skeleton
 
     def _special(self, kind: str, node: dict[str, Any]) -> Any:  # noqa: PLR0911 -- one case per kind

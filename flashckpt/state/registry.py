@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from flashckpt.core.values import RESERVED
 from flashckpt.errors import ConfigError, UnsupportedStateError
-from flashckpt.state import left_out, modules, optimizer_extra, optimizer_state, samplers
-from flashckpt.state.captured import Captured
+from flashckpt.state import exclusion, modules, optimizer_state, samplers, value_reader
 from flashckpt.state.data_sources import (
     begins_when_read,
     fetches_when_read,
@@ -22,17 +21,15 @@ from flashckpt.state.data_sources import (
     refusal_of,
     remedy_for,
 )
-from flashckpt.state.deferred_optimizer import DeferredState
-from flashckpt.state.depth import refuse_deep
 from flashckpt.state.exclusion import Exclusion
 from flashckpt.state.module_tensors import ModuleTensors, are_global, collect, may_share
+from flashckpt.state.modules import refuse_deep, unwrapped
+from flashckpt.state.optimizer_state import DeferredState
 from flashckpt.state.parts import TensorPart, parts_of
 from flashckpt.state.placement import World
 from flashckpt.state.state_layout import StateLayout
-from flashckpt.state.structure import Structure
+from flashckpt.state.structure import Captured, Structure, StructureGuard
 from flashckpt.state.structure_builder import Tracked, build
-from flashckpt.state.structure_guard import StructureGuard
-from flashckpt.state.unwrapping import unwrapped
 from flashckpt.state.value_reader import ValueReader
 
 _MOST_READINGS = 3
@@ -121,7 +118,7 @@ class StateRegistry:
         elif parts and all(isinstance(p, torch.optim.Optimizer) for p in parts):
             for part in parts:
                 optimizer_state.refuse_wrapper(name, part)
-                optimizer_extra.refuse_one_way(name, part)
+                value_reader.refuse_one_way(name, part)
             refuse_deep(name, *parts)
             self.optimizers[name] = parts
         elif isinstance(thing, (list, tuple)):
@@ -154,11 +151,11 @@ class StateRegistry:
 
     def all_optimizers(self) -> list[torch.optim.Optimizer]:
         """Return every tracked torch optimizer."""
-        return [o for group in self.optimizers.values() for o in group]
+        return list(chain.from_iterable(self.optimizers.values()))
 
     def parts(self) -> list[nn.Module]:
         """Return every tracked module."""
-        return [part for group in self.modules.values() for part in group]
+        return list(chain.from_iterable(self.modules.values()))
 
     def in_parts(self) -> list[dict[str, Sequence[TensorPart]]]:
         """Return the tensors that lie in parts, of each object that has some."""
@@ -176,7 +173,7 @@ class StateRegistry:
     def changed_left_out(self, recorded: Iterable[Any]) -> list[str]:
         """Return the parameters that are left out and are not those of which a snapshot holds these samples."""
         ours = self._reader.sample_of_left_out() if self.exclusion else b""
-        return sorted({name for theirs in recorded for name in left_out.differing(ours, theirs)}) if ours else []
+        return sorted({name for theirs in recorded for name in exclusion.differing(ours, theirs)}) if ours else []
 
     # -- structure ---------------------------------------------------------------------------------------
 

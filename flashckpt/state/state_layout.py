@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -149,7 +150,8 @@ class _Pieces:
         which = ranges((np.cumsum(ndim) - ndim)[rows], ndim[rows])
         found = {}
         for name in ("global_shape", "offsets", "lengths"):
-            found[name] = np.array(list(chain.from_iterable(getattr(box, name) for box in self.boxes)), np.int64)[which]
+            every = chain.from_iterable(map(operator.attrgetter(name), self.boxes))
+            found[name] = np.fromiter(every, np.int64)[which]
         return found
 
 

@@ -16,13 +16,12 @@ from torch.distributed.tensor import DTensor
 from flashckpt.planning.write_partition import WritePart, WriteShare, cut_dimension, partition_writes
 from flashckpt.state import optimizer_state
 from flashckpt.state.box_sets import BoxSets, first_alike
-from flashckpt.state.captured import Captured
-from flashckpt.state.deferred_optimizer import DeferredState
 from flashckpt.state.module_tensors import ModuleTensors, two_of_one_name
 from flashckpt.state.optimizer_entries import NamedParameters, OptimizerEntries, StateColumns
+from flashckpt.state.optimizer_state import DeferredState
 from flashckpt.state.parts import Parts, PartSets
 from flashckpt.state.placement import Replication, World, spread_of_dtensor, spread_of_plain
-from flashckpt.state.structure import StateForecast, Structure, arranged
+from flashckpt.state.structure import Captured, StateForecast, Structure, arranged
 
 Optimizers = Mapping[str, Sequence[torch.optim.Optimizer]]
 

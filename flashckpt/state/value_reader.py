@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from flashckpt.errors import UnsupportedStateError
+from flashckpt.logs import guarded
 from flashckpt.state import (
-    builds,
-    left_out,
+    exclusion,
+    group_lists,
     modules,
     named_groups,
-    optimizer_extra,
     optimizer_state,
-    parameter_rows,
     pytree,
     rng,
 )
-from flashckpt.state.captured import Captured, ValuesRead
 from flashckpt.state.exclusion import Exclusion
 from flashckpt.state.loaded import ask
 from flashckpt.state.module_tensors import ModuleTensors
-from flashckpt.state.optimizer_entries import OptimizerEntries, StateValue
+from flashckpt.state.optimizer_entries import Form, OptimizerEntries, StateValue
 from flashckpt.state.placement import World
-from flashckpt.state.state_forms import Form
+from flashckpt.state.structure import Captured, ValuesRead
 
 _REPLICATED_TYPES = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 
@@ -63,7 +63,7 @@ class ValueReader:
         self._forms: dict[str, dict[str, Form]] = {}
         self._others: list[tuple[str, list[dict[Any, Any]]]] = []
         self._groups: dict[str, list[list[list[str]]]] = {}
-        self._extras = optimizer_extra.Extras()
+        self._extras = Extras()
         self._built: dict[str, Any] = {}
         self._program: dict[str, Any] = {}
         self._left_out: dict[str, torch.Tensor] = {}
@@ -107,7 +107,7 @@ class ValueReader:
     def sample_of_left_out(self) -> bytes:
         """Return elements of the parameters that are left out, as they were when this was first asked; b"" without any."""
         if self._sample is None:
-            self._sample = left_out.sample(self._left_out) if self._left_out else b""
+            self._sample = exclusion.sample(self._left_out) if self._left_out else b""
         return self._sample
 
     def read(self) -> Captured:
@@ -132,7 +132,7 @@ class ValueReader:
         if self._tracked.aliases:
             values["aliases"] = self._tracked.aliases
         if sample := self.sample_of_left_out():
-            values[f"{left_out.KEY}@{self._tracked.world.suffix}"] = sample
+            values[f"{exclusion.KEY}@{self._tracked.world.suffix}"] = sample
         generators = None
         if self._tracked.rng:
             generators = f"rng@{self._tracked.world.suffix}", rng.Generators.now(self._devices)
@@ -145,19 +145,19 @@ class ValueReader:
             return {}
         for label, optimizers in tracked.optimizers.items():
             if label not in self._built:
-                self._built[label] = builds.built(optimizers)
-        self._program = builds.record(tracked.optimizers, tracked.objects, self._built, self.rows())
+                self._built[label] = group_lists.built(optimizers)
+        self._program = group_lists.record(tracked.optimizers, tracked.objects, self._built, self.rows())
         return self._program
 
     def rows(self) -> dict[str, str]:
-        """Return in what row parameters stand, as `parameter_rows.rows` does."""
-        return parameter_rows.rows(self._parameters, self._tracked.objects, self._tracked.names_for(()))
+        """Return in what row parameters stand, as `group_lists.rows` does."""
+        return group_lists.rows(self._parameters, self._tracked.objects, self._tracked.names_for(()))
 
     def _read_optimizers(self, values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         world = self._tracked.world
         suffix, stage = world.suffix, f"@{world.stage}" if world.stage else ""
         if program := self._program or self._read_program():
-            values[f"{builds.KEY}{stage}"] = program
+            values[f"{group_lists.KEY}{stage}"] = program
         for label, group in self._tracked.optimizers.items():
             key = f"{label}.groups{stage}"
             values[key], own = named_groups.groups(group, self.group_names(label), f"{label}.groups@{suffix}")
@@ -186,3 +186,104 @@ class ValueReader:
         if known is None or [[len(names) for names in one] for one in known] != counts:
             known = self._groups[label] = named_groups.group_names(group, self._tracked.names_for(group))
         return known
+
+
+# -- Entries of an optimizer's own `state_dict()` besides `state` and `param_groups`: mostly counters of its class -
+
+_log = guarded(logging.getLogger("flashckpt"))
+_LOOKS = 8  # readings of the state in which a counter has had the time to change
+_READ_DIRECTLY = frozenset({"state", "param_groups"})
+
+
+def says_nothing_more(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether its `state_dict()` is torch's own, without hooks."""
+    return type(optimizer).state_dict is torch.optim.Optimizer.state_dict and not _hooks(optimizer)
+
+
+def read(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the other entries of the optimizer's `state_dict()`; {} at once where it is torch's own."""
+    if says_nothing_more(optimizer):
+        return {}
+    return {key: value for key, value in optimizer.state_dict().items() if key not in _READ_DIRECTLY}
+
+
+class Extras:
+    """Reads them for each snapshot, but not from optimizers that have none: some copy their whole state to say so."""
+
+    def __init__(self) -> None:
+        self._have_none: set[int] = set()
+        self._numbers: dict[int, dict[str, float]] = {}
+        self._looks: dict[int, int] = {}
+
+    def read(self, optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]:
+        """Return what `read` does for each optimizer."""
+        return [self._read(optimizer) for optimizer in optimizers]
+
+    def _read(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        extra = {} if id(optimizer) in self._have_none else read(optimizer)
+        if not extra and optimizer.state:  # its first step is done: what it counts is there by now
+            self._have_none.add(id(optimizer))
+        self._look_for_counters(optimizer, extra)
+        return extra
+
+    def _look_for_counters(self, optimizer: torch.optim.Optimizer, extra: Mapping[str, Any]) -> None:
+        """Warn of numbers that change in attributes of the optimizer, and that a snapshot therefore lacks."""
+        key = id(optimizer)
+        looks = self._looks[key] = self._looks.get(key, 0) + 1
+        if looks > _LOOKS:
+            return
+        now = {k: v for k, v in vars(optimizer).items() if type(v) in {int, float} and not k.startswith("_")}
+        before = self._numbers.setdefault(key, now)
+        changed = [name for name, value in now.items() if before.get(name) != value and name not in extra]
+        if changed and optimizer.state:
+            self._looks[key] = _LOOKS
+            _log.warning(
+                "%s changes %s in attributes that its state_dict() does not have: they are in no snapshot, and start  "
+                "over after a restart; if the updates depend on them, keep them in param_groups or track them",
+                type(optimizer).__qualname__, ", ".join(map(repr, changed)),
+            )  # fmt: skip
+
+
+def _hooks(optimizer: torch.optim.Optimizer) -> Mapping[int, Any]:
+    found: Mapping[int, Any] = vars(optimizer).get("_optimizer_state_dict_post_hooks", {})
+    return found
+
+
+def give_back(optimizer: torch.optim.Optimizer, extra: Mapping[str, Any]) -> None:
+    """Give an optimizer what `read` returned, by its own `load_state_dict()`; state and groups stay the same objects.
+
+    The state it is handed is empty: torch's `load_state_dict` would cast moments to the dtype of their parameters.
+    """
+    state, groups = optimizer.state, optimizer.param_groups
+    settings = [dict(group) for group in groups]
+    try:
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": {}, **extra})
+    finally:
+        optimizer.state, optimizer.param_groups = state, groups
+        for group, before in zip(groups, settings, strict=True):
+            group.update(before)
+
+
+def refuse_one_way(name: str, optimizer: torch.optim.Optimizer) -> None:
+    """Reject an optimizer that does not restore the contents of its `state_dict()`.
+
+    Raises:
+        UnsupportedStateError: Names the entries.
+    """
+    extra = read(optimizer)
+    if not extra:
+        return
+    try:
+        give_back(optimizer, extra)
+        lost = [key for key in extra if key not in read(optimizer)]
+        problem = f"{', '.join(map(repr, lost))} is gone after load_state_dict()" if lost else ""
+    except Exception as error:  # noqa: BLE001 -- a third party's method
+        problem = f"{type(error).__name__}: {error}"
+    if problem:
+        raise UnsupportedStateError(
+            f"the optimizer {name!r} does not restore what its state_dict() returns",
+            found=problem,
+            expected=f"load_state_dict() that takes {', '.join(map(repr, extra))} and an empty 'state'",
+            state="Nothing was tracked.",
+            remedy="keep such values in param_groups, or leave them out of state_dict() and track them as an object",
+        )

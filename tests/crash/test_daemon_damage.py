@@ -17,7 +17,7 @@ from support.memory_tier import FakeJob
 from support.ranks import wait_for
 
 from flashckpt.core.digest import digest
-from flashckpt.core.slot_header import HEADER_COPY_BYTES, encode_header
+from flashckpt.core.superblock import HEADER_COPY_BYTES, encode_header
 from flashckpt.daemon.persister.timeouts import DaemonTimeouts
 from flashckpt.errors import DamagedError, FlashckptError
 from flashckpt.shm.segment import Segment

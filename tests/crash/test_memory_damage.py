@@ -15,7 +15,7 @@ from support.memory_tier import FakeJob
 from support.one_rank import agent_of_the_test  # noqa: F401 -- a fixture
 
 from flashckpt import Checkpointer
-from flashckpt.core.generation import Generation
+from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, PersistError
 from flashckpt.shm.control import PAGE, Control, RankAcks

@@ -17,10 +17,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from flashckpt.core.generation import Generation
-from flashckpt.core.lineage import SlotRecord, common, is_rolled_back
-from flashckpt.core.slot_header import SlotHeader, SlotState
+from flashckpt.core.lineage import Generation, SlotRecord, common, is_rolled_back
 from flashckpt.core.snapshot_id import NEVER, SnapshotId
+from flashckpt.core.superblock import SlotHeader, SlotState
 from flashckpt.planning.partners import partner_map
 from flashckpt.planning.replica_rounds import NodeReport, newest
 from flashckpt.planning.round_memory import DecidingMemory, PartnerView, RoundMemory

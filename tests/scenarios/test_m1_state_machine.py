@@ -16,15 +16,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from flashckpt.core.generation import Generation
-from flashckpt.core.lineage import SlotRecord, by_preference, common, is_rolled_back, partially_held
-from flashckpt.core.slot_header import SlotHeader, SlotState
+from flashckpt.core.lineage import Generation, SlotRecord, by_preference, common, is_rolled_back, partially_held
 from flashckpt.core.snapshot_id import NEVER, SnapshotId
+from flashckpt.core.superblock import SlotHeader, SlotState
 from flashckpt.daemon.persister.retire import superseded
 from flashckpt.planning.slot_policy import choose_slot
-from flashckpt.shm.acks import combine_acks
+from flashckpt.shm.acks import NOBODY, AckedSnapshots, GroupAcks, combine_acks, merge_acks, node_acks
 from flashckpt.shm.control import RankAcks
-from flashckpt.shm.group_acks import NOBODY, AckedSnapshots, GroupAcks, merge_acks, node_acks
 from flashckpt.shm.inventory import NodeInventory, SlotEntry
 
 Identity = SnapshotId

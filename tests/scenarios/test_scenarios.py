@@ -13,7 +13,7 @@ from support.negotiations import Node, Root
 from support.paths import TESTS
 from support.transcripts import play
 
-from flashckpt.core.generation import Generation
+from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister import agreement, committer, messaging, negotiation, persist, protocol
 from flashckpt.daemon.persister.negotiation import Negotiation

@@ -23,21 +23,20 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.checkpoint.compression import Codec, Frame, PackedObjects, compressed_parts
 from flashckpt.checkpoint.generations import decode_claim, encode_claim
-from flashckpt.checkpoint.intents import decode_intent, encode_intent
-from flashckpt.checkpoint.proposals import decode_proposal, encode_proposal
+from flashckpt.checkpoint.intents import decode_intent, decode_proposal, encode_intent, encode_proposal
 from flashckpt.checkpoint.retention import encode_lease, leased_prefixes
 from flashckpt.checkpoint.writer import refuse_gaps
-from flashckpt.core import slot_header, superblock
+from flashckpt.core import superblock
 from flashckpt.core.digest import chunk_digests, digest
-from flashckpt.core.generation import Generation
 from flashckpt.core.intent import Intent, NodeProposal
+from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest import Manifest, ShardTable, cover, decode_manifest, encode_manifest, header_of, merge
 from flashckpt.core.manifest_header import HEAD_BYTES, decode_manifest_header, encode_manifest_header
-from flashckpt.core.ranged_values import concatenate, cut
 from flashckpt.core.records import seal
 from flashckpt.core.shard import Shard, place
-from flashckpt.core.slot_header import SlotHeader, SlotState
 from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.core.superblock import SlotHeader, SlotState
+from flashckpt.core.values import concatenate, cut
 from flashckpt.daemon.persister.agreement import choose_proposal
 from flashckpt.daemon.zygote import messages
 from flashckpt.errors import DamagedError
@@ -49,9 +48,8 @@ from flashckpt.planning.peer_index import encode_held_rows
 from flashckpt.sampler.datasets import index_file
 from flashckpt.sampler.order.state import SamplerState
 from flashckpt.shm import segment_file
-from flashckpt.shm.acks import job_acks
+from flashckpt.shm.acks import encode_group, job_acks, node_acks
 from flashckpt.shm.control import Control, RankAcks
-from flashckpt.shm.group_acks import encode_group, node_acks
 from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory
 from flashckpt.shm.segment import Segment
 from flashckpt.storage.posix import PosixStore
@@ -180,12 +178,12 @@ SPEC = superblock.SegmentSpec(
 
 
 def sealed_header(raw: bytes) -> bytes:
-    fields = raw[: slot_header.HEADER_BYTES - 8].ljust(slot_header.HEADER_BYTES - 8, b"\0")
+    fields = raw[: superblock.HEADER_BYTES - 8].ljust(superblock.HEADER_BYTES - 8, b"\0")
     return fields + struct.pack("<Q", digest(fields))
 
 
 def use_header(raw: bytes) -> None:
-    header, copy = slot_header.newest_copy(raw.ljust(4096, b"\0"))
+    header, copy = superblock.newest_copy(raw.ljust(4096, b"\0"))
     assert copy in (0, 1)
     assert header.state in SlotState
     slot_policy.choose_slot([header, HEADER], pinned=(), common=[SnapshotId(3, 121)])
@@ -511,7 +509,7 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
         seeds=[msgpack.unpackb(encode_manifest(manifest(0))[32:])["values"]], decode=_values, tree=(_unpack, msgpack.packb)
     ),
     "catalogue": catalogue,
-    "slot-header": lambda _: Target(seeds=[slot_header.encode_header(HEADER)], decode=use_header, reseal=sealed_header),
+    "slot-header": lambda _: Target(seeds=[superblock.encode_header(HEADER)], decode=use_header, reseal=sealed_header),
     "superblock": lambda _: Target(
         seeds=[superblock_bytes()], decode=lambda raw: superblock.decode_superblock(raw, path="x"), reseal=sealed_superblock
     ),

@@ -13,10 +13,9 @@ from flashckpt import faults
 from flashckpt.core.digest import CHUNK_BYTES, chunk_digests, digest
 from flashckpt.core.manifest import Manifest, ShardTable, encode_manifest
 from flashckpt.core.shard import Shard, layout_hash, place
-from flashckpt.core.slot_header import SlotHeader
-from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.core.snapshot_request import SnapshotRequest
-from flashckpt.shm.pin import Pin
+from flashckpt.core.snapshot_id import SnapshotId, SnapshotRequest
+from flashckpt.core.superblock import SlotHeader
+from flashckpt.shm.lease import Pin
 from flashckpt.shm.segment import Segment, SegmentSpec
 
 SIZES = (3 * CHUNK_BYTES + 17, 70_000, 100, 0, 8)  # several chunks, one page-aligned, small, empty, scalar

@@ -8,7 +8,7 @@ from typing import Any
 
 from flashckpt.checkpoint.catalog import list_checkpoints, read_manifest
 from flashckpt.core.manifest import Manifest
-from flashckpt.core.slot_header import SlotState
+from flashckpt.core.superblock import SlotState
 from flashckpt.errors import FlashckptError
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.job_id import job_id

@@ -19,8 +19,7 @@ from flashckpt.bench.layouts import (
     scaled,
     stage_layers,
 )
-from flashckpt.core.box import Box
-from flashckpt.core.shard import ITEMSIZE, layout_hash
+from flashckpt.core.shard import ITEMSIZE, Box, layout_hash
 from flashckpt.errors import LayoutError
 
 TINY = {"llama3-8b": 1 / 16384, "llama3-70b": 1 / 65536, "llama3-405b": 1 / 262144, "llama-1t": 1 / 1048576}

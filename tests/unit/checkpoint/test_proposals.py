@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.checkpoint.intents import put_intent, read_intents
-from flashckpt.checkpoint.proposals import Proposals, clear_proposals, encode_proposal
+from flashckpt.checkpoint.intents import Proposals, clear_proposals, encode_proposal, put_intent, read_intents
 from flashckpt.core.intent import Intent, NodeProposal
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError

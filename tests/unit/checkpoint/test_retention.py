@@ -40,8 +40,8 @@ from flashckpt.checkpoint.retention import (
 )
 from flashckpt.checkpoint.sweeping import sweep
 from flashckpt.checkpoint.writer import MANIFEST, commit, persist_slot, prefix_of
-from flashckpt.core.generation import Generation
 from flashckpt.core.intent import Intent
+from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest_header import HEAD_BYTES
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, NoCheckpointError, RootError

@@ -13,8 +13,8 @@ from flashckpt.checkpoint.intents import list_intents, put_intent
 from flashckpt.checkpoint.retention import ReadLease, leased_prefixes
 from flashckpt.checkpoint.root_summary import read_root
 from flashckpt.checkpoint.writer import commit, persist_slot, prefix_of
-from flashckpt.core.generation import Generation
 from flashckpt.core.intent import Intent
+from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError
 from flashckpt.storage.factory import open_store

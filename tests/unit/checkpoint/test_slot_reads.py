@@ -17,10 +17,9 @@ from support.memory import SIZES, bytes_of, spec_of, take
 from support.ranks import wait_for
 from support.slots import make_pin, shard
 
-from flashckpt.checkpoint import slot_parts
+from flashckpt.checkpoint import writer
 from flashckpt.checkpoint.indexes import missing_writers
-from flashckpt.checkpoint.slot_parts import COPIED_PART_BYTES, Buffers, SlotParts, parts_of
-from flashckpt.checkpoint.writer import PersistOptions, persist_slot
+from flashckpt.checkpoint.writer import COPIED_PART_BYTES, Buffers, PersistOptions, SlotParts, parts_of, persist_slot
 from flashckpt.errors import DamagedError, StoreError
 from flashckpt.native import guarding
 from flashckpt.planning.packs import plan_packs
@@ -218,7 +217,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[Counted]:
 
 
 IN_FLIGHT = 2 * WRITERS + 1  # written, waiting, being read
-MOST_BYTES = IN_FLIGHT * (COPIED_PART_BYTES + slot_parts._STEP)
+MOST_BYTES = IN_FLIGHT * (COPIED_PART_BYTES + writer._STEP)
 
 
 @pytest.mark.parametrize("parts", [6, 24])

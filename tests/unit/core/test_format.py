@@ -21,24 +21,22 @@ from support.memory import request_of
 from support.paths import ROOT, TESTS
 
 from flashckpt.checkpoint.generations import decode_claim, encode_claim
-from flashckpt.checkpoint.intents import decode_intent, encode_intent
-from flashckpt.checkpoint.proposals import decode_proposal, encode_proposal
+from flashckpt.checkpoint.intents import decode_intent, decode_proposal, encode_intent, encode_proposal
 from flashckpt.checkpoint.retention import decode_lease, encode_lease
-from flashckpt.core import slot_header, superblock
+from flashckpt.core import superblock
 from flashckpt.core.digest import chunk_digests, digest
-from flashckpt.core.generation import Generation
 from flashckpt.core.intent import Intent, NodeProposal
+from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest import Manifest, ShardTable, cover, decode_manifest, encode_manifest, header_of, merge
 from flashckpt.core.manifest_header import HEAD_BYTES, decode_manifest_header
-from flashckpt.core.ranged_values import concatenate, cut
 from flashckpt.core.shard import Shard, place
-from flashckpt.core.slot_header import SlotHeader, SlotState
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.core.superblock import SegmentSpec, Superblock
+from flashckpt.core.superblock import SegmentSpec, SlotHeader, SlotState, Superblock
+from flashckpt.core.values import concatenate, cut
 from flashckpt.errors import DamagedError, FormatVersionError
 from flashckpt.shm import control, segment_file
+from flashckpt.shm.acks import GroupAcks, decode_group, encode_group
 from flashckpt.shm.control import Control, RankAcks
-from flashckpt.shm.group_acks import GroupAcks, decode_group, encode_group
 from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory
 from flashckpt.shm.segment import Segment
 
@@ -115,7 +113,7 @@ def pieces() -> dict[str, bytes]:
         "slot-manifest": encode_manifest(manifest(1)),
         "merged-manifest": encode_manifest(merged()),
         "published": control.encode_acks(RankAcks.of([SnapshotId(3, 120), SnapshotId(2, 100)], SnapshotId(3, 125))),
-        **{f"header-{i}": slot_header.encode_header(header) for i, header in enumerate(HEADERS)},
+        **{f"header-{i}": superblock.encode_header(header) for i, header in enumerate(HEADERS)},
         **root_records(),
     }
 
@@ -253,7 +251,7 @@ def test_version_1_is_read() -> None:
     raw = {name: (V1 / name).read_bytes() for name in pieces()}
     assert superblock.decode_superblock(raw["superblock"], path="x") == BLOCK
     assert superblock.decode_owner(raw["owner"]) == 4711
-    assert [slot_header.decode_header(raw[f"header-{i}"]) for i in range(3)] == HEADERS
+    assert [superblock.decode_header(raw[f"header-{i}"]) for i in range(3)] == HEADERS
     assert control.decode_acks(raw["published"]) == RankAcks(
         complete=(SnapshotId(3, 120), SnapshotId(2, 100)), low_watermark=SnapshotId(3, 125)
     )
@@ -340,7 +338,7 @@ def test_the_byte_tables_of_the_documentation_have_no_gaps_and_fit_the_code() ->
     assert ends == [
         2048,
         24,
-        slot_header.HEADER_BYTES,
+        superblock.HEADER_BYTES,
         32,
         control.PAGE,
         128 + 24 + 16 * (1 + control.MAX_COMPLETE),

@@ -12,8 +12,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashckpt.core.box import Box
-from flashckpt.core.shard import ALIGN_LARGE, ALIGN_SMALL, SMALL_BYTES, Shard, layout_hash, place
+from flashckpt.core.shard import ALIGN_LARGE, ALIGN_SMALL, SMALL_BYTES, Box, Shard, layout_hash, place
 from flashckpt.core.shard_table import ShardTable, columns_of, table_from_columns
 from flashckpt.errors import UnsupportedStateError
 

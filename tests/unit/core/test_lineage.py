@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.lineage import newest
 
-from flashckpt.core.generation import Generation
-from flashckpt.core.lineage import SlotRecord, by_preference, common, is_rolled_back, partially_held
+from flashckpt.core.lineage import Generation, SlotRecord, by_preference, common, is_rolled_back, partially_held
 from flashckpt.core.snapshot_id import SnapshotId
 
 

@@ -15,7 +15,7 @@ from support.slots import make_pin, shard
 
 from flashckpt.core.manifest import Manifest, cover, decode_manifest, encode_manifest, merge
 from flashckpt.core.manifest_header import decode_manifest_header
-from flashckpt.core.ranged_values import RangedValues, concatenate, cut, ranged_from
+from flashckpt.core.values import RangedValues, concatenate, cut, ranged_from
 from flashckpt.errors import DamagedError
 
 VALUES = {"step": 3, "rng@rank0": {"torch": b"\x01\x02"}, "data@rank0": [1], "rng@pp0.dp1": (1, 2**90), "rng": 5}

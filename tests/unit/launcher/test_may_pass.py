@@ -22,7 +22,7 @@ from flashckpt.daemon.launcher.failure import FailureReport, WorkerExit
 from flashckpt.daemon.launcher.options import LaunchOutcome
 from flashckpt.daemon.zygote import worker
 from flashckpt.errors import FINAL_CODES, PASSING_CODES, DataError, FlashckptError, RootError, StoreError
-from flashckpt.restore import patience
+from flashckpt.restore import gather
 from flashckpt.storage.conditional import UnknownRequestError
 from flashckpt.storage.fsspec_store import FsspecStore
 from flashckpt.storage.posix import PosixStore
@@ -202,7 +202,7 @@ def test_a_start_waits_for_a_root_that_is_away_and_not_for_one_that_refuses(
     method: str, name: str, fresh: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     """Whatever the root is first asked for at a start: three failures that may pass cost a moment, one refusal the start."""
-    monkeypatch.setattr(patience, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(gather, "_FIRST_PAUSE_S", 0.001)
     monkeypatch.setenv("FLASHCKPT_AGENT_DIR", pretend_agent(tmp_path))
     left, real = [3], getattr(PosixStore, method)
 
@@ -229,7 +229,7 @@ def test_a_start_waits_for_a_root_that_is_away_and_not_for_one_that_refuses(
 def test_a_root_that_stays_away_ends_with_the_code_that_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patience, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(gather, "PATIENCE_S", 0.01)
 
     def away(self: PosixStore, key: str = "") -> Any:
         self._raise(OSError(errno.ETIMEDOUT, "x"), key, "list")

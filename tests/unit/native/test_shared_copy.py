@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.native_rows import RANDOM, at, every_level, xxh3
 
-from flashckpt.native import DescriptorError, SharedCopy, copy_and_digest, copying, fallback, shared_copy
+from flashckpt.native import DescriptorError, SharedCopy, copy_and_digest, copying, fallback
 
 
 def cut(sizes: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -75,7 +75,7 @@ def test_one_that_joins_is_let_go_where_the_copy_could_not_begin(level: str, mon
         raise MemoryError
 
     if copying.part is not None:
-        monkeypatch.setattr(shared_copy, "part", SimpleNamespace(run=fail, join=copying.part.join))
+        monkeypatch.setattr(copying, "part", SimpleNamespace(run=fail, join=copying.part.join))
     monkeypatch.setattr(fallback, "checked", fail)
     with ThreadPoolExecutor(1) as other:
         joined = other.submit(shared.join)

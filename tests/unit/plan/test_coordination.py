@@ -11,10 +11,9 @@ from support.persisting import job, persist_step, turn
 from support.requests import RequestStore
 from support.slots import make_pin, shard
 
-from flashckpt.checkpoint import indexes, proposals, root_records
+from flashckpt.checkpoint import indexes, intents, root_records
 from flashckpt.checkpoint.indexes import put_indexes
-from flashckpt.checkpoint.intents import read_intents
-from flashckpt.checkpoint.proposals import Proposals
+from flashckpt.checkpoint.intents import Proposals, read_intents
 from flashckpt.checkpoint.retention import Policy, prune
 from flashckpt.checkpoint.writer import commit, prefix_of, write_packs
 from flashckpt.core.intent import NodeProposal
@@ -159,7 +158,7 @@ def test_a_node_alone_has_nobody_to_agree_with() -> None:
 def test_requests_of_a_persist_are_those_of_all_persisters(
     nodes: int, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proposals, "parallel", lambda work, items: [work(item) for item in items])  # threads cost most
+    monkeypatch.setattr(intents, "parallel", lambda work, items: [work(item) for item in items])  # threads cost most
     jobs = job(nodes, ranks, carries=True)
     persist_step(jobs, 10, 1000.0)
     asked = persist_step(jobs, 20, 1010.0)  # retention deletes the first one

@@ -13,16 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.paths import ROOT
 
-from flashckpt.core.box import Box
 from flashckpt.core.digest import CHUNK_BYTES
-from flashckpt.core.shard import ITEMSIZE, Shard
+from flashckpt.core.shard import ITEMSIZE, Box, Shard
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.errors import ShardGapError
 from flashckpt.planning import box_match
-from flashckpt.planning.pieces import JOB_BYTES, cut_pieces, merge_pieces
+from flashckpt.planning.box_match import Gap, SourceRow
+from flashckpt.planning.pieces import JOB_BYTES, cut_pieces, merge_pieces, runs, split_runs
 from flashckpt.planning.read_plan import as_table, coverage, plan_gaps, plan_reads
-from flashckpt.planning.reads import Gap, SourceRow
-from flashckpt.planning.runs import runs, split_runs
 
 DTYPES = ("uint8", "int16", "float32", "complex128")
 

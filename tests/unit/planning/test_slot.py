@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flashckpt.core.slot_header import SlotHeader, SlotState
+from flashckpt.core.superblock import SlotHeader, SlotState
 from flashckpt.planning.slot_policy import choose_slot
 
 E, W, C = SlotState.EMPTY, SlotState.WRITING, SlotState.COMPLETE

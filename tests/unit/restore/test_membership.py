@@ -14,7 +14,7 @@ from support.spread import lose, train_spread
 from flashckpt import agent_folder
 from flashckpt.errors import DamagedError
 from flashckpt.job_key import derived
-from flashckpt.restore import membership
+from flashckpt.restore import gather
 
 pytestmark = pytest.mark.timeout(600)
 KEY = derived(b"correct-horse-battery-staple", "ranks")
@@ -25,14 +25,14 @@ REFUSED = "ConfigError: not every rank has proved that it belongs to this job"
 def meeting(rank: int, keys: list[str]) -> list[Any]:
     from flashckpt import collectives
 
-    gather, gathers = collectives.all_gather_bytes, []
+    real, gathers = collectives.all_gather_bytes, []
 
     def counting(data: bytes) -> list[bytes]:
         gathers.append(len(data))
-        return gather(data)
+        return real(data)
 
     collectives.all_gather_bytes = counting
-    found = membership.gathered([rank, "said"], bytes.fromhex(keys[rank]))
+    found = gather.gathered([rank, "said"], bytes.fromhex(keys[rank]))
     return [found, len(gathers)]
 
 
@@ -55,9 +55,9 @@ def test_stranger_is_named_by_every_other_rank(stranger: bytes) -> None:
 
 def test_proof_of_another_rank_or_restore_does_not_count() -> None:
     one, two = b"1" * 32, b"2" * 32
-    proofs = {membership.proof(KEY, 0, one), membership.proof(KEY, 1, one), membership.proof(KEY, 0, two)}
+    proofs = {gather.proof(KEY, 0, one), gather.proof(KEY, 1, one), gather.proof(KEY, 0, two)}
     assert len(proofs) == 3
-    assert membership.proof(b"", 0, one) == b""
+    assert gather.proof(b"", 0, one) == b""
 
 
 def absurd(rank: int, how: str, nbytes: int) -> str:
@@ -103,7 +103,7 @@ def changed_on_the_way(rank: int) -> Any:
         broadcast(tensor, src=src)
 
     vars(dist)["broadcast"] = lying
-    return membership.gathered("said", KEY)
+    return gather.gathered("said", KEY)
 
 
 def test_what_a_rank_said_cannot_be_changed_by_the_one_that_passes_it_on() -> None:

@@ -12,7 +12,7 @@ from support.memory_tier import FakeJob
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.planning.inventory import HeldSlot, Inventory, unpack_all
-from flashckpt.restore.recorded import recorded_beside
+from flashckpt.restore.absent_state import recorded_beside
 from flashckpt.shm.segment import Segment
 from flashckpt.state.placement import current_world
 from flashckpt.state.registry import StateRegistry

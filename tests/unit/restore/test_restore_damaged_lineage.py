@@ -16,7 +16,7 @@ from torch import nn
 from flashckpt import Checkpointer
 from flashckpt.checkpoint.generations import claim_generation
 from flashckpt.cli.main import main
-from flashckpt.core.generation import Generation
+from flashckpt.core.lineage import Generation
 from flashckpt.errors import DamagedError
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.storage.factory import open_store

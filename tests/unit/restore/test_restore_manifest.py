@@ -19,10 +19,10 @@ from flashckpt.checkpoint import catalog, indexes
 from flashckpt.checkpoint.catalog import read_manifest
 from flashckpt.checkpoint.writer import MANIFEST, commit, persist_slot
 from flashckpt.core.manifest import encode_manifest, merge
-from flashckpt.core.ranged_values import concatenate, cut
 from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.core.values import concatenate, cut
 from flashckpt.errors import DamagedError, FlashckptError
-from flashckpt.restore import candidate_sources, shared_manifest
+from flashckpt.restore import candidate_sources
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Segment
 from flashckpt.storage.factory import open_store
@@ -124,7 +124,7 @@ def attached(rank: int, root: str, how: str) -> dict[str, Any]:
 
     vars(candidate_sources)["manifest_from"] = manifest_from  # in this forked rank only
     if how == "hidden":
-        shared_manifest.path_of = lambda fd: "/proc/1/fd/none"
+        candidate_sources.path_of = lambda fd: "/proc/1/fd/none"
     fds = len(list(Path("/proc/self/fd").iterdir()))
     model = net().eval()
     ckpt = Checkpointer(root, snapshot_every=1, job="t", slots=3)
@@ -164,9 +164,9 @@ def test_manifest_that_is_shared_comes_back_as_it_was() -> None:
     stays, ranges, _ = cut({"step": 1, "tuple": (1, 2**90), "rng@rank0": b"x"}, 0)
     first = replace(parts[0], values=stays, objects=["r00000.p0.fck", "v"], ranged=concatenate([(ranges, 1)]))
     for manifest in (merge([first, *parts[1:]]), merge(parts), replace(parts[0], parent=SnapshotId(1, 2))):
-        fd = shared_manifest.share(manifest)
+        fd = candidate_sources.share(manifest)
         try:
-            again = shared_manifest.attach(shared_manifest.path_of(fd))
+            again = candidate_sources.attach(candidate_sources.path_of(fd))
         finally:
             os.close(fd)
         assert encode_manifest(again) == encode_manifest(manifest)

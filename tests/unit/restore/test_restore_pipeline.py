@@ -15,20 +15,19 @@ from torch import nn
 from unit.planning.test_directory import box, manifest
 
 from flashckpt import Checkpointer, collectives
-from flashckpt.core.generation import Generation
+from flashckpt.core.lineage import Generation
 from flashckpt.core.shard import Shard
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, DisagreementError, TensorMismatchError, UnsupportedStateError
 from flashckpt.native import LEVEL_VARIABLE, levels
+from flashckpt.planning.box_match import has_same_regions
 from flashckpt.planning.inventory import HeldSlot, Inventory, Member
-from flashckpt.planning.root_view import RootSummary
-from flashckpt.planning.same_layout import has_same_regions
-from flashckpt.planning.selection import select, slot_locations
+from flashckpt.planning.selection import RootSummary, select, slot_locations
 from flashckpt.restore import candidate, candidate_restore, live_memory
 from flashckpt.restore.absent_state import absent_state
 from flashckpt.restore.destinations import address_of, copy_bytes
-from flashckpt.restore.phases import collector_paused
+from flashckpt.restore.executor import collector_paused
 from flashckpt.restore.requirements import LiveState, requirements
 from flashckpt.restore.source_names import SourceNames
 from flashckpt.restore.votes import Ballot, CandidateState, Rejection, Vote, attempted, hold

@@ -13,7 +13,7 @@ from support.ranks import run_ranks
 
 from flashckpt import Checkpointer
 from flashckpt.checkpoint.catalog import list_checkpoints
-from flashckpt.checkpoint.proposals import READY
+from flashckpt.checkpoint.intents import READY
 from flashckpt.storage.factory import open_store
 
 NODES, PERSISTS = 3, 4

@@ -26,8 +26,8 @@ from flashckpt.checkpoint.catalog import list_checkpoints, newest_checkpoint, re
 from flashckpt.checkpoint.generations import claim_generation, read_generations
 from flashckpt.checkpoint.retention import Policy
 from flashckpt.checkpoint.writer import commit, persist_slot, prefix_of
-from flashckpt.core.generation import Generation
 from flashckpt.core.intent import NodeMessage
+from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister.housekeeping import sweep_root
 from flashckpt.errors import FlashckptError, SharedMemoryError, StoreError

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.memory import killed_at, restorable, spec_of, take
 
-from flashckpt.core.generation import Generation
+from flashckpt.core.lineage import Generation
 from flashckpt.errors import JobInUseError, NoCheckpointError
 from flashckpt.shm.gc import dead_memory, remove
 from flashckpt.shm.job_directory import JobDirectory, memory_root

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.shm.control import MAX_COMPLETE, RankAcks
-from flashckpt.shm.group_acks import (
+from flashckpt.shm.acks import (
     MAX_COMMON,
     MAX_OTHERS,
     NOBODY,
@@ -22,6 +21,7 @@ from flashckpt.shm.group_acks import (
     merge_acks,
     node_acks,
 )
+from flashckpt.shm.control import MAX_COMPLETE, RankAcks
 
 IDS = st.integers(1, 9).map(lambda step: SnapshotId(2, step))
 LISTS = st.builds(RankAcks.of, st.lists(IDS, unique=True, max_size=6), st.none() | IDS)

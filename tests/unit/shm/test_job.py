@@ -13,7 +13,7 @@ import pytest
 from support.memory import ended, fork
 from support.ranks import wait_for
 
-from flashckpt.core.generation import Generation
+from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import ConfigError, DamagedError, FormatVersionError, JobInUseError, SharedMemoryError
 from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory, memory_root

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from flashckpt.restore.executor import thread_count
-from flashckpt.shm import prefault
+from flashckpt.shm import segment_file
 
 SIZE = 16 << 20
 
@@ -29,26 +29,28 @@ def address_of(mapping: mmap.mmap) -> int:
 
 def test_populate_maps_what_it_is_asked_for_and_no_more(fresh: mmap.mmap) -> None:
     start = address_of(fresh) + 5 * 4096
-    if not prefault.populate(start + 100, 3 * 4096):
+    if not segment_file.populate(start + 100, 3 * 4096):
         pytest.skip("the kernel has no MADV_POPULATE_WRITE")
-    assert all(prefault.is_mapped(start + k * 4096) for k in range(4)), "the pages at both ends count whole"
-    assert not prefault.is_mapped(start - 4096)
-    assert not prefault.is_mapped(start + 4 * 4096)
+    assert all(segment_file.is_mapped(start + k * 4096) for k in range(4)), "the pages at both ends count whole"
+    assert not segment_file.is_mapped(start - 4096)
+    assert not segment_file.is_mapped(start + 4 * 4096)
 
 
-def fresh_of(mapping: mmap.mmap) -> prefault.FreshMemory:
-    return prefault.FreshMemory(np.array([address_of(mapping), 0]), np.array([SIZE, SIZE]))
+def fresh_of(mapping: mmap.mmap) -> segment_file.FreshMemory:
+    return segment_file.FreshMemory(np.array([address_of(mapping), 0]), np.array([SIZE, SIZE]))
 
 
 def test_fresh_memory_is_made_where_it_is_asked_for_with_huge_pages_inside_it_alone(fresh: mmap.mmap) -> None:
     start = address_of(fresh)
     memory = fresh_of(fresh)
-    aligned = (start + SIZE) // prefault.HUGE * prefault.HUGE - -(-start // prefault.HUGE) * prefault.HUGE
+    aligned = (start + SIZE) // segment_file.HUGE * segment_file.HUGE - -(
+        -start // segment_file.HUGE
+    ) * segment_file.HUGE
     assert memory.huge_bytes in (0, aligned), "0: the kernel has none"
     memory.make(start, 3 << 20)
-    assert all(prefault.is_mapped(start + at) for at in range(0, 3 << 20, 4096))
+    assert all(segment_file.is_mapped(start + at) for at in range(0, 3 << 20, 4096))
     assert bytes(fresh[: 3 << 20]) == bytes(3 << 20)
-    assert not prefault.is_mapped(start + SIZE - 4096)
+    assert not segment_file.is_mapped(start + SIZE - 4096)
 
 
 def test_memory_that_was_written_keeps_its_bytes_and_asks_for_no_huge_pages(fresh: mmap.mmap) -> None:
@@ -61,8 +63,8 @@ def test_memory_that_was_written_keeps_its_bytes_and_asks_for_no_huge_pages(fres
 
 
 def test_small_memory_asks_for_no_huge_pages(fresh: mmap.mmap) -> None:
-    nbytes = prefault.HUGE_FROM - 1
-    assert prefault.FreshMemory(np.array([address_of(fresh)]), np.array([nbytes])).huge_bytes == 0
+    nbytes = segment_file.HUGE_FROM - 1
+    assert segment_file.FreshMemory(np.array([address_of(fresh)]), np.array([nbytes])).huge_bytes == 0
 
 
 def test_huge_pages_that_turn_out_slow_are_given_up(fresh: mmap.mmap, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,8 +82,8 @@ def test_what_a_file_holds_is_mapped_and_stays_as_it_is(shm_dir: Path, shift: in
     data = os.urandom(4096) * 1024
     (shm_dir / "held").write_bytes(data)
     with (shm_dir / "held").open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapping:
-        prefault.map_held(address_of(mapping) + shift, len(data) - shift)
-        prefault.map_held(address_of(mapping) + shift, 1)
+        segment_file.map_held(address_of(mapping) + shift, len(data) - shift)
+        segment_file.map_held(address_of(mapping) + shift, 1)
         assert mapped_bytes(address_of(mapping)) >= (len(data) - shift) // 65536 * 4096
         assert bytes(mapping) == data
 

@@ -17,7 +17,7 @@ from support.memory import ended, fork, spec_of
 
 from flashckpt.bench import scratch
 from flashckpt.cli import main as cli
-from flashckpt.core.generation import Generation
+from flashckpt.core.lineage import Generation
 from flashckpt.daemon.launcher.watch import JobWatch
 from flashckpt.daemon.zygote import worker
 from flashckpt.errors import ConfigError, SharedMemoryError

@@ -30,16 +30,17 @@ from support.ranks import wait_for
 
 from flashckpt.core import superblock
 from flashckpt.core.manifest import Manifest, ShardTable, encode_manifest
-from flashckpt.core.slot_header import (
+from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.core.superblock import (
     HEADER_BYTES,
     HEADER_COPY_BYTES,
+    PAGE,
+    SegmentSpec,
     SlotHeader,
     decode_header,
     encode_header,
     newest_copy,
 )
-from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.core.superblock import PAGE, SegmentSpec
 from flashckpt.errors import ConfigError, DamagedError, FormatVersionError, JobInUseError, SharedMemoryError
 from flashckpt.faults import CRASH_POINTS
 from flashckpt.shm.segment import Segment, SlotPinned, SlotState

@@ -14,7 +14,7 @@ from support.one_rank import agent_of_the_test, crash, finished, opened  # noqa:
 from torch import nn
 
 from flashckpt.snapshot import stager
-from flashckpt.snapshot.crowding import CoreTime, Crowding
+from flashckpt.snapshot.runs import CoreTime, Crowding
 
 LARGE = Crowding.LEAST_BYTES
 
@@ -62,7 +62,7 @@ def test_a_thread_that_computes_has_had_a_core(monkeypatch: pytest.MonkeyPatch, 
     after = CoreTime.now()
     assert after is not None
     assert after.ran > before.ran
-    monkeypatch.setattr("flashckpt.snapshot.crowding._OWN", tmp_path / "not there")
+    monkeypatch.setattr("flashckpt.snapshot.runs._OWN", tmp_path / "not there")
     assert CoreTime.now() is None
 
 

@@ -14,9 +14,9 @@ from support import sanitized  # noqa: F401 -- the build with sanitizers, where 
 from torch import nn
 
 from flashckpt.native import LEVEL_VARIABLE, is_native
-from flashckpt.native.objects import read_counters
-from flashckpt.snapshot import version_counters
-from flashckpt.snapshot.version_counters import VersionCounters, counter_path
+from flashckpt.native.copying import read_counters
+from flashckpt.snapshot import witness
+from flashckpt.snapshot.witness import VersionCounters, counter_path
 
 needs_c = pytest.mark.skipif(not is_native(), reason="the C part was not built")
 
@@ -118,7 +118,7 @@ def test_a_path_that_leads_to_something_else_costs_one_snapshot_and_is_not_used_
     path = counter_path()
     assert path is not None
     beside = path._replace(to_value=path.to_value - 8)  # how often the counter is held: memory of the same object
-    monkeypatch.setattr(version_counters, "counter_path", lambda: beside)
+    monkeypatch.setattr(witness, "counter_path", lambda: beside)
     tensors = [torch.zeros(2) for _ in range(5)]
     counters = VersionCounters(tensors)
     assert counters.changed(counters.read()) == list(range(5))
@@ -148,10 +148,10 @@ def test_nothing_is_read_where_memory_cannot_be_looked_at(monkeypatch: pytest.Mo
 
 
 def test_a_torch_that_keeps_no_counter_within_reach_is_left_to_the_attribute(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(version_counters, "_VERSION", lambda _: 0xDEADBEEF)
+    monkeypatch.setattr(witness, "_VERSION", lambda _: 0xDEADBEEF)
     assert counter_path.__wrapped__() is None
 
 
 def test_a_torch_whose_objects_have_another_form_is_left_to_the_attribute(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(version_counters, "_BODY", lambda tensor: id(tensor) ^ 8)
+    monkeypatch.setattr(witness, "_BODY", lambda tensor: id(tensor) ^ 8)
     assert counter_path.__wrapped__() is None

@@ -17,7 +17,7 @@ from flashckpt import Checkpointer
 from flashckpt.sampler import ElasticSampler, SeededSamples
 from flashckpt.snapshot.copy import Buffer
 from flashckpt.snapshot.copy_plan import CopyPlan
-from flashckpt.snapshot.nonfinite import FiniteWatch
+from flashckpt.snapshot.witness import FiniteWatch
 from flashckpt.state.coverage import coverage
 from flashckpt.state.placement import current_world
 from flashckpt.state.registry import StateRegistry

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from flashckpt.state import state_forms
+from flashckpt.state import optimizer_entries
 
 PLACEMENTS: list[list[Placement]] = [
     [Shard(0), Shard(0)],
@@ -43,7 +43,9 @@ def test_state_of_a_sharded_parameter_lies_as_torch_would_lay_it(
     if isinstance(placements[0], _StridedShard) and whole.shape[0] % 6:
         whole = torch.zeros(12, 5)  # as fully_shard lays it beside tensor parallelism
     param = torch.nn.Parameter(distribute_tensor(whole, mesh, placements))
-    made = state_forms.allocate(param, "exp_avg", shape=tuple(param.shape), dtype=torch.float64, group={}, fqn="weight")
+    made = optimizer_entries.allocate(
+        param, "exp_avg", shape=tuple(param.shape), dtype=torch.float64, group={}, fqn="weight"
+    )
     wanted = torch.empty_like(param, dtype=torch.float64, requires_grad=False)
     assert isinstance(made, DTensor)
     assert isinstance(wanted, DTensor)

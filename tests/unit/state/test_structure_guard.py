@@ -11,8 +11,8 @@ import torch
 from support import sanitized  # noqa: F401 -- the build with sanitizers, where one is named, comes before flashckpt.native
 
 from flashckpt.native import is_native
-from flashckpt.native.objects import same_members
-from flashckpt.state.structure_guard import StructureGuard
+from flashckpt.native.copying import same_members
+from flashckpt.state.structure import StructureGuard
 
 
 class Own(list[Any]):

@@ -18,7 +18,7 @@ from flashckpt.checkpoint.generations import claim_generation
 from flashckpt.checkpoint.retention import Policy
 from flashckpt.checkpoint.sweeping import sweep
 from flashckpt.checkpoint.writer import commit, persist_slot, prefix_of
-from flashckpt.core.generation import Generation
+from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister.housekeeping import sweep_root
 from flashckpt.errors import DamagedError, FlashckptError, ObjectMissingError, StoreError

@@ -26,7 +26,7 @@ from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.checkpoint.generations import claim_generation, owns_generation
 from flashckpt.checkpoint.indexes import missing_writers
 from flashckpt.checkpoint.writer import commit, persist_slot, prefix_of
-from flashckpt.core.generation import Generation
+from flashckpt.core.lineage import Generation
 from flashckpt.errors import ConfigError, DamagedError, FlashckptError, RootError, StoreError
 from flashckpt.storage.conditional import publish_unconditional
 from flashckpt.storage.factory import is_process_local, open_store
