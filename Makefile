@@ -177,7 +177,7 @@ docs: setup  ## the documentation as a site in out/site; fails on any warning
 	@echo "open out/site/index.html"
 
 changelog: setup  ## the next section of CHANGELOG.md, made of changelog.d
-	$(BIN)/towncrier build --draft --version "$$(sed -n 's/^__version__ = "\(.*\)"$$/\1/p' flashckpt/__init__.py)"
+	$(BIN)/towncrier build --draft
 
 hooks: setup  ## install the checks that run before each commit
 	$(BIN)/pre-commit install
