@@ -11,7 +11,7 @@ export OPENBLAS_NUM_THREADS ?= 1
 # The tests start hundreds of interpreters: each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: fuzz soak help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-trainer test-layouts test-nodes test-mounts test-nfs test-hdfs test-restarts docs changelog hooks test-pythons test-blocks test-frameworks test-hub test-wandb compatibility test-slurm test-torch-versions test-native-sanitized test-native-arm gpu gpu-wheels
+.PHONY: fuzz soak help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-trainer test-layouts test-nodes test-mounts test-nfs test-hdfs test-restarts docs changelog hooks test-pythons test-blocks test-frameworks test-hub test-wandb compatibility test-slurm test-torch-versions test-native-sanitized test-native-arm gpu gpu-wheels test-wheel
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -153,6 +153,17 @@ test-slurm: setup  ## the batch scripts of docs/launching.md in a Slurm of two n
 	tests/integration/slurm/cluster.sh install
 	$(BIN)/python -m pytest tests/integration/slurm/slurm.py
 
+# As a user gets it: built from the source distribution, in an environment that has nothing else, away from the checkout.
+WHEEL := out/wheel
+test-wheel: setup  ## the wheel alone in an empty environment: its commands start; the demo kills a rank, then all, and loses nothing
+	rm -rf $(WHEEL)
+	$(BIN)/python -m build --outdir $(WHEEL) >/dev/null
+	$(PYTHON) -m venv $(WHEEL)/venv
+	$(WHEEL)/venv/bin/pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$$(grep '^torch==' constraints.txt)"
+	$(WHEEL)/venv/bin/pip install --quiet -c constraints.txt $(WHEEL)/*.whl
+	cd $(WHEEL) && venv/bin/flashckpt examples >/dev/null && venv/bin/dlrun --help >/dev/null && \
+	    venv/bin/python -m flashckpt.trainer.demo --steps 24 --kill-after 12 --lose-after 21
+
 # Downloads gigabytes per release (the package index has older ones with CUDA only): not part of .ci/run.
 RELEASES ?=
 test-torch-versions: setup  ## other releases of torch, each in a separate environment (RELEASES="2.11.0 2.15.0")
@@ -180,7 +191,7 @@ docs: setup  ## the documentation as a site in out/site; fails on any warning
 	@echo "open out/site/index.html"
 
 changelog: setup  ## the next section of CHANGELOG.md, made of changelog.d
-	$(BIN)/towncrier build --draft --version "$$(sed -n 's/^__version__ = "\(.*\)"$$/\1/p' flashckpt/__init__.py)"
+	$(BIN)/towncrier build --draft
 
 hooks: setup  ## install the checks that run before each commit
 	$(BIN)/pre-commit install

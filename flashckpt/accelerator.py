@@ -45,7 +45,7 @@ def register(address: int, nbytes: int, *, index: int, api: Any = None) -> bool:
     """Page-lock host memory for direct transfers of every device of this process.
 
     Args:
-        address: Of the mapping.
+        address: Where the mapping begins.
         nbytes: Its size.
         index: The device of this rank: a thread begins on device 0, and would make a context there.
         api: `runtime()`, or a stand-in.

@@ -21,7 +21,7 @@ def call(
     """Call one of `on_snapshot`, `on_commit`, `on_restore` and `on_failure`, if there is one.
 
     Args:
-        name: Of the callback, for the log.
+        name: The callback's name, for the log.
         function: The callback, or None.
         arguments: Passed to it.
         count: Called when it raised.

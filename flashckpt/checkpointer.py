@@ -50,7 +50,7 @@ class Checkpointer:
         storage_options: Passed to the store.
         compression: "off", "auto", "zstd" or "zstd:LEVEL" (1 to 19), of persisted chunks.
         replicate: Partner nodes, 0 to 2, whose memory keeps what no other node holds of this node's snapshots (docs/replicas.md).
-        replicate_every: Of the snapshots those are replicated whose step is a multiple of this.
+        replicate_every: Only snapshots whose step is a multiple of this are replicated.
         replicate_rate: Bytes per second that a node sends to a partner at most; None for no limit.
 
     What a callback raises is logged with its traceback, counted in `stats["callback_errors"]`, and ends nothing.
@@ -215,7 +215,7 @@ class Checkpointer:
 
         Raises:
             NoCheckpointError: The wanted step exists nowhere.
-            ShardGapError: What exists does not cover the state; names the first tensor.
+            ShardGapError: The shards that exist do not cover the state; names the first tensor.
             DamagedError: No intact copy of some bytes is left.
             SharedMemoryError: Too little memory for two snapshots.
             JobInUseError: Another run with this job id is active on this node; names one of its processes.
@@ -397,7 +397,7 @@ class Checkpointer:
 def _refuse_beside_fresh(*wanted: object) -> None:
     if any(one is not None for one in wanted):
         raise ConfigError(
-            "restore(fresh=True) takes nothing to restore",
+            "restore(fresh=True) starts over, so it takes no step, generation, root or only",
             found="fresh=True with step, generation, root or only",
             remedy="for a warm start from another root: restore(fresh=True) or restore(root=...)",
         )

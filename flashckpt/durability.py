@@ -26,10 +26,10 @@ _WITHOUT_DAEMON_S = 15.0
 
 @dataclass(eq=False)
 class Wanted:
-    """What one rank needs to have on storage.
+    """The steps that one rank needs to have on storage.
 
     Attributes:
-        generation: Of the session.
+        generation: The session's generation.
         owed: Persist step whose snapshot was skipped or discarded: the next snapshot is persisted in its place.
         taken: Newest snapshot that was taken to be persisted.
         discards: Snapshots discarded so far.
@@ -88,13 +88,13 @@ class Waiting:
     """One call of `Checkpointer.wait`.
 
     Attributes:
-        wanted: What is waited for.
-        directory: Of the job on this node.
+        wanted: The steps that are waited for.
+        directory: The job's directory on this node.
         timeout_s: Seconds, or None.
         present: Id of the current state, of the last step done.
         take: Begin a snapshot of the current state, to be persisted, if a slot is free; returns why it can never
             be taken, or "".
-        known: What all ranks hold, and what is unrecoverable.
+        known: The snapshots that all ranks hold, and those that are unrecoverable.
         holds: Whether this rank holds a snapshot COMPLETE.
         alive: Called repeatedly as a heartbeat: slow storage is not a hang.
     """
@@ -204,7 +204,7 @@ class Waiting:
         if self._silence.see(status) > SILENT_S:
             pid = status.pid if status is not None else 0
             raise self._error(
-                f"the daemon (process {pid}, state {state_of(pid) or 'unknown'}) has said nothing for {SILENT_S:.0f} s"
+                f"the daemon (process {pid}, state {state_of(pid) or 'unknown'}) has reported nothing for {SILENT_S:.0f} s"
             )
         if self.directory.daemon_alive():
             self._silent_s = None

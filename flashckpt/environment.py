@@ -269,4 +269,4 @@ class Environment:
 TABLE: dict[str, Variable[object]] = {name: row for name, row in vars(Environment).items() if isinstance(row, Variable)}
 """Every variable by its name."""
 env = Environment()
-"""That of this process."""
+"""The environment of this process."""

@@ -34,11 +34,11 @@ class FlashckptError(Exception):
     """Base of all errors of this project.
 
     Args:
-        problem: What is wrong, in one sentence, in lower case and without a full stop.
-        found: What was found, with units.
-        expected: What was expected, with units.
-        state: What was left behind ("Nothing was written.").
-        remedy: What to do now, a command where there is one.
+        problem: The fault, in one sentence, in lower case and without a full stop.
+        found: The value or state that was found, with units.
+        expected: The value or state that was expected, with units.
+        state: The state that was left behind ("Nothing was written.").
+        remedy: The next thing to do, a command where there is one.
     """
 
     exit_code = 1

@@ -53,7 +53,7 @@ def notice(logger: logging.Logger, text: str, *args: object, is_shown: bool = Tr
     output belongs to it. A level set on `logger`, or logging.disable(), is obeyed without handlers too. Never raises.
 
     Args:
-        logger: Of the library.
+        logger: The library's logger.
         text: Message, with %-fields for `args`.
         args: Values of the fields.
         is_shown: Whether this process prints it if there are no handlers (rank 0 does).

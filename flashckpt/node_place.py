@@ -43,10 +43,10 @@ class OpenedJob:
 
     Attributes:
         tracked: The tracked objects.
-        directory: Of the job on this node.
+        directory: The job's directory on this node.
         memory: The segments of this rank.
-        settings: Of the checkpointer.
-        outcome: Of the restore.
+        settings: The checkpointer's settings.
+        outcome: The restore's outcome.
         plan: Made before the restore, where it still is one for the state; else None.
         partnering: Who keeps replicas of whom; None without replication.
     """
@@ -66,7 +66,7 @@ class OpenedJob:
 
     @property
     def config(self) -> JobConfig:
-        """What the daemon of this node has to know."""
+        """The configuration for the daemon of this node."""
         settings, inventories = self.settings, self.outcome.inventories
         nodes = list(dict.fromkeys(i.node for i in inventories))
         return JobConfig(
@@ -87,7 +87,7 @@ class OpenedJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodePlace:
-    """What a rank holds on its node while its session lasts.
+    """The things that a rank holds on its node while its session lasts.
 
     Attributes:
         lease: Shows that the job is running; ends with this process.

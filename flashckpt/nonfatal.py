@@ -57,7 +57,7 @@ class NonfatalFile(io.FileIO):
     Args:
         fd: Its descriptor, which stays open.
         place: Its name for the user.
-        prefix: Of the reports.
+        prefix: The words with which reports begin.
         reports: Descriptor that they go to in its place.
     """
 
@@ -100,8 +100,8 @@ def nonfatal_text(raw: NonfatalFile, name: str, *, encoding: str = "utf-8", erro
     Args:
         raw: The file below it.
         name: "stdout" or "stderr".
-        encoding: Of the text.
-        errors: What is done with characters that it lacks.
+        encoding: The text's encoding.
+        errors: How to treat characters that it lacks.
     """
     raw.name = f"<{name}>"
     stream = io.TextIOWrapper(

@@ -38,8 +38,8 @@ class Opening:
 
     Args:
         tracked: The tracked objects.
-        settings: Of the checkpointer.
-        request: What is to be restored of this job.
+        settings: The checkpointer's settings.
+        request: The parts of this job to restore.
         begins_fresh: The state was filled from elsewhere: nothing of this job is restored.
     """
 
@@ -75,7 +75,7 @@ class Opening:
         """Plan, reserve memory, restore.
 
         Raises:
-            FlashckptError: As `Checkpointer.restore` says.
+            FlashckptError: See `Checkpointer.restore`.
         """
         coordinator = RestoreCoordinator(
             tracked=self.tracked,
@@ -163,6 +163,6 @@ class Opening:
             config = JobDirectory.open(old, create=False).read_config()
             if config is not None and config.root == settings.root:
                 guarded(_logger).warning(
-                    "job %s has another id now, %s: to restore from its memory start once with FLASHCKPT_JOB_ID=%s; flashckpt gc frees it",
+                    "the id of job %s is now %s: to restore from the memory under its old id, start once with FLASHCKPT_JOB_ID=%s; flashckpt gc frees that memory",
                     old, settings.job, old,
                 )  # fmt: skip

@@ -71,20 +71,20 @@ def _is_reachable(address: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Partnering:
-    """What the ranks agreed on before the restore.
+    """The partners and places that the ranks agreed on before the restore.
 
     Attributes:
-        settings: Of the checkpointer.
+        settings: The checkpointer's settings.
         rank: This rank.
         node: Its node's index.
         mates: Ranks of this node.
         known: Nodes, domains and partners.
-        addresses: Of each node.
+        addresses: Each node's address.
         hosts: Names of the nodes, for people.
         keys, masks: Of this rank's rows.
-        sent_bytes: That this node's ranks send of one snapshot, to all partners together.
+        sent_bytes: Bytes that this node's ranks send of one snapshot, to all partners together.
         kept_bytes: Memory that replicas of other nodes take here, on this node.
-        missing_bytes: Of that, what is not there yet.
+        missing_bytes: The part of them that is not there yet.
         secret: For the persisters of the session; the job secret is in it, where there is one.
     """
 
@@ -109,10 +109,10 @@ class Partnering:
         """Find out who keeps what of whom. Collective.
 
         Args:
-            settings: Of the checkpointer.
-            inventories: Of all ranks.
+            settings: The checkpointer's settings.
+            inventories: The inventories of all ranks.
             table: The rows of this rank's snapshots.
-            directory: Of the job on this node.
+            directory: The job's directory on this node.
         """
         names = node_names(inventories)
         node_of = [names.index(one.node) for one in inventories]
@@ -176,8 +176,8 @@ class Partnering:
         """Write what the persister of this node has to know. Collective.
 
         Args:
-            directory: Of the job on this node.
-            outcome: Of the restore; it names the generation.
+            directory: The job's directory on this node.
+            outcome: The restore's outcome; it names the generation.
         """
         record, is_first = outcome.record, self.mates[0] == self.rank
         job_records.write(records.rows_path(directory, self.rank), ReplicaRows.of(record.number, self.keys, self.masks))

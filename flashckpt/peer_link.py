@@ -134,7 +134,7 @@ def authenticate(
         sock: A connected stream socket.
         accepts: Whether this side accepted the connection; the other one connected.
         secret: The key that both sides have.
-        purpose: What the connection is for; both sides must name the same.
+        purpose: The connection's purpose; both sides must name the same.
         job: Identity of the job; likewise.
         timeout_s: For the whole handshake, however slowly the other side sends.
         most: Bound of one message, in bytes.

@@ -1,4 +1,4 @@
-"""What a restore did: one object, one line. Torch-free."""
+"""The report of a restore: one object, one line. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreReport:
-    """What `Checkpointer.restore()` returns.
+    """The result of `Checkpointer.restore()`.
 
     Attributes:
         step: The optimizer step that was restored; training continues with the next one.

@@ -23,7 +23,7 @@ MAX_STEP = 10**15
 MAX_COMPRESSION_LEVEL = 19
 _COMPRESSIONS = f'"off", "auto", "zstd" or "zstd:LEVEL" with LEVEL 1 to {MAX_COMPRESSION_LEVEL}'
 _OF_GENERATORS = ("get_state", "getstate", "bit_generator", "state_dict")
-"""What generators of torch, Python and numpy, and wrappers of them, have; one of them is found in each."""
+"""Methods of which generators of torch, Python and numpy, and wrappers of them, have one."""
 
 
 def whole_number(value: object, *, least: int, most: int = MAX_STEP) -> int | None:
@@ -55,7 +55,7 @@ def compression_level(value: object) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a setting may be.
+    """The values that a setting may have.
 
     Attributes:
         expected: The same in words, with the unit.
@@ -72,8 +72,8 @@ def checked(name: str, value: object, *, called: str = "") -> Any:
     """Return the value of one setting in its plain type.
 
     Args:
-        name: Of a setting of `Checkpointer`; one without a rule is returned as it is.
-        value: As given.
+        name: A setting of `Checkpointer`; one without a rule is returned as it is.
+        value: The value that was given.
         called: The user's name for it, if that differs.
 
     Raises:
@@ -234,7 +234,7 @@ def next_step(step: object, *, last: int) -> int:
     """Return the number of the step just done as an int.
 
     Args:
-        step: As it was given to `Checkpointer.step`.
+        step: The number that was given to `Checkpointer.step`.
         last: Number of the step before, or of the one that was restored; 0 before the first.
 
     Raises:

@@ -20,7 +20,7 @@ class Skips:
     that their snapshots are common; a rank that skipped nothing joins if it sees that another rank did.
 
     Args:
-        generation: Of the session.
+        generation: The session's generation.
     """
 
     def __init__(self, generation: int) -> None:

@@ -36,8 +36,8 @@ class DeferredSignals:
 
     Args:
         control: The page on which the agent writes the step to stop after.
-        row: Of this rank.
-        path: Of that page, for workers that are spawned; and `index`: of the row.
+        row: This rank's row of the control page.
+        path: The page's path, for workers that are spawned; and `index`: of the row.
     """
 
     def __init__(self, control: Control, row: ControlRow, path: Path, index: int) -> None:

@@ -91,7 +91,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
 
     @property
     def weights(self) -> Tensor:
-        """What each row of the next step weighs, float32 (accumulation, rows); see `ElasticSampler.weights`."""
+        """The weight of each row of the next step, float32 (accumulation, rows); see `ElasticSampler.weights`."""
         return self.sampler.weights_in(self.batch_size)
 
     def __iter__(self) -> ElasticBatchIterator:

@@ -28,7 +28,7 @@ _DEPTH = 24
 
 
 class Drawing:
-    """What draws from one iteration; made when its first rows are asked for.
+    """The reader of one iteration; made when its first rows are asked for.
 
     Args:
         sampler: The elastic sampler that the iteration is of.
@@ -119,8 +119,8 @@ def _lacking(loader: Any) -> str:
 def _say_not_counted(lacking: str) -> None:
     """Say that steps are believed."""
     _log.warning(
-        "the samples that a step really takes are not counted: the loader of torch %s has no %s. What ckpt.step() "
-        "commits is believed: global_batch_size has to be that of one optimizer step",
+        "the samples of a step cannot be counted: the loader of torch %s has no %s. Make sure that global_batch_size "
+        "is the number of samples of one optimizer step; a wrong one is not noticed",
         torch.__version__, lacking,
     )  # fmt: skip
 

@@ -40,7 +40,7 @@ class LeadWatch:
         Args:
             lead: After it.
             taken: Samples since the commit before.
-            unit: What a loop that fetches ahead by a constant number of batches never rises by.
+            unit: A number of samples by which the lead of a loop that fetches ahead by a constant number of batches never grows.
             by_hand: Not by a loader.
         """
         rises = lead - (self.lead if self.high is None else self.high) >= unit
@@ -58,7 +58,7 @@ class LeadWatch:
 
 
 class Iterations:
-    """What was begun and is not yet dropped.
+    """The iterations that were begun and are not yet dropped.
 
     Attributes:
         latest: The one that was begun last.

@@ -20,7 +20,7 @@ FIRST_CHUNK, CHUNK = 64, 1 << 14  # ids computed at a time: few for a quick firs
 
 
 class EpochPlan(Protocol):
-    """What the walk needs from its sampler."""
+    """The facts about an epoch that the walk needs from its sampler."""
 
     dp_rank: int
     dp_size: int

@@ -62,7 +62,7 @@ class Place(Sampler[int]):
 
     @property
     def tail(self) -> str:
-        """What happens at the end of an epoch."""
+        """The rule for the end of an epoch."""
         return self.cursor.tail
 
     @property

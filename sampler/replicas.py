@@ -21,7 +21,7 @@ def either(one: int | None, other: int | None) -> int | None:
     """
     if one is not None and other is not None and one != other:
         raise LayoutError(
-            "two contradicting data-parallel numbers were given", found=f"{one} and {other}", expected="one of the two"
+            "two arguments give different data-parallel numbers", found=f"{one} and {other}", expected="one of the two"
         )
     return other if one is None else one
 
@@ -46,7 +46,7 @@ def resolve(dp_rank: int | None, dp_size: int | None, mesh: Any = None) -> tuple
         return of_group()
     if dp_rank is None or dp_size is None or not 0 <= dp_rank < dp_size:
         raise LayoutError(
-            "data-parallel rank and size do not fit",
+            "the data-parallel rank is not below the data-parallel size",
             found=f"rank {dp_rank}, size {dp_size}",
             expected="0 <= rank < size",
         )

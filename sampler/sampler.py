@@ -56,7 +56,7 @@ class ElasticSampler(Place):
             `commit` needs the number of samples that a step trained.
         order: "global" (full shuffle), "block" (block-local shuffle, for storage read in blocks), "sequential",
             or an `Order` with sizes.
-        tail: What happens if the epoch does not divide: "span" (default: the last batch continues into the
+        tail: How an epoch ends that does not divide: "span" (default: the last batch continues into the
             next epoch), "short" (the last batch is smaller, replicas differ by at most one sample), "pad"
             (samples of this epoch are repeated), "drop" (the rest is dropped).
         fingerprint: Identifies the data; default: the data set's own `fingerprint`.
@@ -192,7 +192,7 @@ class ElasticSampler(Place):
         """Count a finished optimizer step.
 
         Args:
-            samples: What the step trained, over all replicas and micro-batches; default: the global batch.
+            samples: Samples that the step trained, over all replicas and micro-batches; default: the global batch.
 
         Raises:
             SamplerStateError: more is committed than this replica's iterator has handed out.
@@ -214,7 +214,7 @@ class ElasticSampler(Place):
 
     @property
     def weights(self) -> Tensor:
-        """What each row of the next step weighs, float32 (rows,); 0: padding, 1: the global batch divides.
+        """The weight of each row of the next step, float32 (rows,); 0: padding, 1: the global batch divides.
 
         The mean of loss times weight over rows and replicas is the mean over the samples of the global batch.
 
@@ -251,7 +251,7 @@ class ElasticSampler(Place):
 
     @property
     def flashckpt_progress(self) -> tuple[int, int | None]:
-        """What a step moves: the position and the epoch that ended there. The Checkpointer compares it at every step."""
+        """The progress that a step makes: the position and the epoch that ended there. The Checkpointer compares it at every step."""
         return self.position, self.cursor.ended
 
     def state_dict(self) -> dict[str, Any]:

@@ -46,10 +46,10 @@ class Budget:
         """Record one failure and decide whether to restart.
 
         Args:
-            fingerprint: What makes two errors the same (a traceback); "" for anything but the script's own error.
+            fingerprint: The text by which two errors are the same (a traceback); "" for anything but the script's own error.
             step: The step the failing rank had completed; -1 if the script reports no steps, which never refills by steps.
             ran_s: Seconds from the start of the workers to the failure.
-            may_pass: What the script needs cannot be reached now: this is no crash loop, and is not restarted at once.
+            may_pass: The storage or network that the script needs cannot be reached now: this is no crash loop, and is not restarted at once.
         """
         self._passing = self._passing + 1 if may_pass else 0
         counted = step >= 0

@@ -122,7 +122,7 @@ class WorkerContext(PContext):
         """Let the zygote prepare another generation like this one; called again and again, it does so once.
 
         Args:
-            asked: What --warm names; "": the trainer's own, where the workers run it.
+            asked: The value of --warm; "": the trainer's own, where the workers run it.
         """
         if not self._scripts or not self.forked or asked == NO_REHEARSAL:
             return

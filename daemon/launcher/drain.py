@@ -56,7 +56,7 @@ def unpersisted(job: JobDirectory, rows: Sequence[ControlRow], tick: Callable[[]
     A persister that works is not waited for: what it has not committed after some seconds it commits when dlrun has ended.
 
     Args:
-        job: Of this node; `ended` is asked for.
+        job: This node's job directory; `ended` is asked for.
         rows: The control rows of its ranks.
         tick: Lets a persister that is not there be started.
     """

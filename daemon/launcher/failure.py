@@ -114,7 +114,7 @@ class FailureReport:
 
     @property
     def fingerprint(self) -> str:
-        """What makes this failure the same as another; "" where it is not the script's own error."""
+        """The text by which this failure is the same as another; "" where it is not the script's own error."""
         is_own = bool(self.first.traceback) and not self.first.is_echo and not self.first.may_pass
         return fingerprint(self.first) if is_own else ""
 

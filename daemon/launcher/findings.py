@@ -1,4 +1,4 @@
-"""What an agent knows about a failure, published to the other nodes: short records in the round's store.
+"""An agent's findings about a failure, published to the other nodes: short records in the round's store.
 
 A node whose ranks only saw their connections close looks here for the rank that failed. Anybody who can reach the
 store can write to it: a record is parsed as JSON, cut to a length, and stripped of control characters before it is printed.
@@ -84,7 +84,7 @@ def await_cause(store: KeyValueStore, lost: Callable[[], dict[int, str]], *, tim
     """Wait until some node names the failed rank, or nodes have been silent for too long; return the silent nodes.
 
     Args:
-        store: Of the round.
+        store: The round's store.
         lost: Asks which nodes (group rank -> address) the round has lost.
         timeout_s: When to give up, in seconds.
     """

@@ -66,7 +66,7 @@ class StallWatch:
     """Sees what `is_hanging` cannot: a rank that is stopped in any phase, and a restart in which no rank does anything.
 
     Args:
-        explicit_s: As of `timeout_s`.
+        explicit_s: See `timeout_s`.
         known_s: How long the longest start of this job took, in seconds; 0: a restart has no limit yet.
     """
 
@@ -135,7 +135,7 @@ class SlowStart:
 
         Args:
             ran_s: Seconds since the ranks were started; not all have trained a step.
-            pids: Of the ranks.
+            pids: The ranks' processes.
             counts_steps: Whether they have come to a Checkpointer. Of another program it is only said that it does nothing.
         """
         if ran_s < self._due_s:

@@ -1,4 +1,4 @@
-"""What the nodes of one job share through the rendezvous store, which lasts as long as the job.
+"""Notes that the nodes of one job share through the rendezvous store, which lasts as long as the job.
 
 Anybody who can reach the store can write to it, so notes are signed (sealed_store): a stranger's counts as absent.
 """
@@ -20,9 +20,9 @@ class JobNotes:
     """Which numbers of nodes the job has trained on, which it has refused, and the exit code that ends it everywhere.
 
     Args:
-        store: Of the rendezvous.
-        run_id: Of the job.
-        secret: Of the job; without one (b"") notes are not signed.
+        store: The rendezvous store.
+        run_id: The job's id.
+        secret: The job's secret; without one (b"") notes are not signed.
 
     Attributes:
         code: The exit code that ends the job on all nodes, as far as this node knows; 0 for none.

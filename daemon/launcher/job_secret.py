@@ -28,8 +28,8 @@ class Seal:
     """Signs and verifies data that others could overwrite, for one purpose of one job.
 
     Args:
-        secret: Of the job; b"" signs nothing and rejects signed data.
-        purpose: What is signed, and for which run: data of another purpose or run does not verify.
+        secret: The job's secret; b"" signs nothing and rejects signed data.
+        purpose: The kind of data, and the run: data of another purpose or run does not verify.
     """
 
     def __init__(self, secret: bytes, purpose: str) -> None:

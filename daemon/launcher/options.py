@@ -11,7 +11,7 @@ from flashckpt.errors import FlashckptError, HangError, LayoutError, PersistErro
 
 @dataclass(frozen=True, kw_only=True)
 class AgentOptions:
-    """What dlrun adds to torchrun's settings.
+    """The settings that dlrun adds to torchrun's.
 
     Attributes:
         job: The job's name, where the user gave one by --rdzv-id.
@@ -97,7 +97,7 @@ class RefusedError(FlashckptError):
 
 
 class CommandError(FlashckptError):
-    """What dlrun is to run is not there."""
+    """The script, module or program to run is not there."""
 
     exit_code = 2
 
@@ -113,7 +113,7 @@ class CommandError(FlashckptError):
 
 
 class UnreachableError(FlashckptError):
-    """What a rank needs could not be reached, and no restart is left; dlrun ends with that rank's exit code."""
+    """Storage or a network that a rank needs could not be reached, and no restart is left; dlrun ends with that rank's exit code."""
 
     def __init__(self, exit_code: int) -> None:
         self.exit_code = exit_code

@@ -34,9 +34,9 @@ class OneNode(RendezvousHandler):
     """The rendezvous of a single node (--nnodes 1): no communication, and nobody can connect.
 
     Args:
-        run_id: Of the job.
+        run_id: The job's id.
         backend: The user's name of the backend, for torch's events.
-        port: Of the first generation's workers' store; 0 takes a free one, as every later generation does.
+        port: Port of the first generation's workers' store; 0 takes a free one, as every later generation does.
     """
 
     def __init__(self, run_id: str, backend: str, port: int = 0) -> None:

@@ -122,9 +122,9 @@ def of_static(
     """Return round `number` with a store whose values are signed; after the first one with a new port for the workers.
 
     Args:
-        info: Of torch's static rendezvous, which has the same store in every round.
-        run_id: Of the job.
-        number: Of the round, from 0.
+        info: The store of torch's static rendezvous, which has the same store in every round.
+        run_id: The job's id.
+        number: The round's number, from 0.
         sign: Makes a signed store of a store and its purpose.
     """
     server, first = None, info.bootstrap_store_info

@@ -139,7 +139,7 @@ class FreshStoreRendezvous(rendezvous_store.Forwarding):
     Attributes:
         has_failed: Whether the job ended by a failure: the other nodes read here what it was before the store goes.
         rounds: Number of rounds so far.
-        notes: What the nodes share about the job; None if the number of nodes is fixed.
+        notes: The nodes' notes about the job; None if the number of nodes is fixed.
     """
 
     def __init__(self, inner: RendezvousHandler, *, unit: int = 1) -> None:
@@ -197,7 +197,7 @@ class FreshStoreRendezvous(rendezvous_store.Forwarding):
             except RendezvousClosedError:
                 if not self._is_left_over():
                     raise
-                raise RendezvousGracefulExitError("the job has ended without this node") from None
+                raise RendezvousGracefulExitError("the job ended before this node could join") from None
             self._steps.has_trained, self._steps.held, self._steps.is_spare = True, 0, False
             return info
 

@@ -30,8 +30,8 @@ class SealedStore:
 
     Args:
         inner: Holds the values; others can write to it.
-        secret: Of the job; with b"" values are not signed, and signed ones are refused.
-        purpose: What the values are for: the job, and the round where they belong to one.
+        secret: The job's secret; with b"" values are not signed, and signed ones are refused.
+        purpose: The values' purpose: the job, and the round where they belong to one.
 
     Attributes:
         timeout: How long `get`, `wait` and `add` wait.

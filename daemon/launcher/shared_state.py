@@ -36,7 +36,7 @@ class JobState(_RendezvousState):
     of an earlier launch with the same secret and --rdzv-id.
 
     Attributes:
-        token: That name; "" before the first round is complete.
+        token: The round's random name; "" before the first round is complete.
     """
 
     def __init__(self) -> None:

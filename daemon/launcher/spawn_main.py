@@ -1,4 +1,4 @@
-"""What a spawned Python worker runs before the user's script: `python -u -m flashckpt.daemon.launcher.spawn_main [OPTIONS] SCRIPT ...`.
+"""The program that a spawned Python worker runs before the user's script: `python -u -m flashckpt.daemon.launcher.spawn_main [OPTIONS] SCRIPT ...`.
 
 A worker that is not forked is a new interpreter and needs no clean-up of inherited state. It, too, dumps the stacks
 of its threads when the ranks hang, and reports its traceback when it fails, without @record.

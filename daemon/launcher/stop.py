@@ -117,7 +117,7 @@ class AgreedStop:
 
         Args:
             signals: Stop signals received so far.
-            rows: As of `advance`, and so are the others.
+            rows: See `advance`, for the others too.
             ranks: How many ranks this node has.
             step_s: Seconds per step, at least.
             group: The other nodes; None where there are none.

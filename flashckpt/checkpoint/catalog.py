@@ -1,4 +1,4 @@
-"""What a root holds: committed checkpoints and uncommitted ones.
+"""The contents of a root: committed checkpoints and uncommitted ones.
 
 A checkpoint exists if and only if its MANIFEST exists and its digest holds. A listing takes what the catalogue names
 (`catalog_entries`), and reads the summary, which has its own digest, at the start of the newest MANIFESTs and of those
@@ -76,10 +76,10 @@ class Absent(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RootContents:
-    """What a root holds, as `read_contents` found it.
+    """The contents of a root, as `read_contents` found them.
 
     Attributes:
-        names: What the names said.
+        names: The facts that the names give.
         infos: Checkpoints, newest first; damaged ones have a `problem`.
         uncommitted: Folders without MANIFEST.
         tombstones: Folders that were looked at and hold a tombstone; others have an entry (`names.deleted`).

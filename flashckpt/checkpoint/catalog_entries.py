@@ -25,7 +25,7 @@ _DELETED = "deleted"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommittedEntry:
-    """What an entry says of a committed checkpoint.
+    """The facts that an entry gives of a committed checkpoint.
 
     Attributes:
         manifest_bytes: Size of its MANIFEST.
@@ -44,7 +44,7 @@ class CommittedEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RootNames:
-    """What the names of a root say, without a single object read.
+    """The facts that the names of a root give, without a single object read.
 
     Attributes:
         folders: Folders of checkpoints, sorted by name.

@@ -9,7 +9,7 @@ from flashckpt.errors import DamagedError, NoCheckpointError
 from flashckpt.storage.store import Store
 
 OURS = ("step-", "generations", "intents", "keep", "leases", "catalog", "LATEST", "ledger")
-"""What the names of our objects on a root begin with."""
+"""The beginnings of the names of our objects on a root."""
 
 
 def checkpoints_of(store: Store) -> list[CheckpointInfo]:

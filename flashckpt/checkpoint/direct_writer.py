@@ -65,7 +65,7 @@ class CheckpointSlot:
 
     Attributes:
         claim: The generation that writes; it fences older writers.
-        step: Of the checkpoint.
+        step: The checkpoint's step.
         world_size: Number of writers; their ranks are 0 to world_size - 1.
     """
 
@@ -131,7 +131,7 @@ def _refuse_running_job(url: str) -> None:
             raise JobInUseError(
                 f"{url} is the root of a job that is running on this machine",
                 found=f"job {config.job}, its daemon is alive",
-                state="Nothing was written: a save from here would fence that job off its root.",
+                state="Nothing was written: a save from here would stop that job from writing to its root.",
                 remedy="save to another root, or wait until the job and its daemon have ended (flashckpt status)",
             )
 
@@ -144,10 +144,10 @@ def write(
     Args:
         store: The root.
         place_: From `begin`.
-        rank: Of this writer.
+        rank: This writer's rank.
         rows: Boxes that this writer writes; no other writer writes the same ones.
         values: Non-tensor state, msgpack types.
-        job: What wrote it ("dcp", "import").
+        job: The program that wrote it ("dcp", "import").
 
     Raises:
         UnsupportedStateError: A value cannot be held; names its key. Before anything is written.

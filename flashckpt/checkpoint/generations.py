@@ -100,10 +100,10 @@ class ReplacedRoot:
             return
         self._was_refused = True
         raise RootError(
-            f"{store.url} is no more what this job has written to",
+            f"{store.url} is no longer the root that this job has written to",
             found=f"no record of generation {claim.number}" + (", and another file system" if is_elsewhere else ""),
             expected="what the job wrote there when it began",
-            state="Nothing was written now; snapshots in memory continue. What was committed there is not there.",
+            state="Nothing was written now; snapshots in memory continue. The checkpoints committed there are missing.",
             remedy="mount it again: persisting then resumes automatically"
             if is_elsewhere
             else "nothing, if it was emptied on purpose: the next attempt writes there",
@@ -160,7 +160,7 @@ def _claim_key(generation: int) -> str:
 
 def _fenced(claim: Generation, found: str) -> FencedError:
     return FencedError(
-        f"generation {claim.number} may not write to its root any more",
+        f"generation {claim.number} may no longer write to its root",
         found=found,
         expected=f"generation {claim.number} to be the newest, claimed with this run's token",
         state="Nothing was persisted; snapshots in memory are kept.",

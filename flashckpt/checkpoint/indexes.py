@@ -29,7 +29,7 @@ def put_indexes(store: Store, prefix: str, indexes: Iterable[Manifest]) -> None:
     Args:
         store: The root.
         prefix: Folder of the checkpoint.
-        indexes: Of each rank its own (`index_manifest`); their packs are durable.
+        indexes: Each rank's index (`index_manifest`); their packs are durable.
 
     Raises:
         StoreError, RootError: The storage failed; may be called again.
@@ -166,6 +166,6 @@ def _decoded(store: Store, prefix: str, ranks: range, raw: bytes) -> Manifest:
         raise DamagedError(f"the index {key} of {store.url} is damaged", found=error.found) from error
     if (index.covers or (index.rank,)) != tuple(ranks):
         raise PersistError(
-            f"the index {key} is of other ranks", found=f"{index.covers or index.rank}", expected=f"{[*ranks]}"
+            f"the index {key} belongs to other ranks", found=f"{index.covers or index.rank}", expected=f"{[*ranks]}"
         )
     return index

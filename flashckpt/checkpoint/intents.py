@@ -123,7 +123,7 @@ READY = f"{INTENTS}ready-"
 
 
 class Proposals:
-    """What the nodes propose: each proposal is another object, so that one that was read need not be read again.
+    """The proposals of the nodes: each proposal is another object, so that one that was read need not be read again.
 
     A node numbers its own; its newest counts, and it removes those before. An object without a number is from before.
     """
@@ -137,7 +137,7 @@ class Proposals:
         Args:
             store: The root.
             generation: Which one.
-            of_all: Of all nodes; else only of the node of rank 0, whose listing does not grow with the nodes.
+            of_all: Read those of all nodes; else only those of rank 0's node, whose listing does not grow with the nodes.
         """
         newest = [keys[-1] for keys in _listed(store, generation, None if of_all else 0).values()]
         new = [key for key in newest if key not in self._read]

@@ -22,7 +22,7 @@ def with_values(store: Store, prefix: str, manifest: Manifest, *, owner: str | N
     Args:
         store: The root.
         prefix: Folder of the checkpoint.
-        manifest: As it was decoded.
+        manifest: The decoded manifest.
         owner: Only the values whose key ends with `@owner`; None: all.
 
     Raises:

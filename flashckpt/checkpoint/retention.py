@@ -49,7 +49,7 @@ _VERIFIED = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """What to keep.
+    """The rule by which checkpoints are kept.
 
     Attributes:
         keep_last: Number of newest checkpoints; None keeps all.
@@ -73,7 +73,7 @@ class LeaseRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Swept:
-    """What a prune or sweep removed (or, as a dry run, would remove).
+    """The objects that a prune or sweep removed (or, as a dry run, would remove).
 
     Attributes:
         checkpoints: Folders of checkpoints that the policy does not keep.
@@ -103,7 +103,7 @@ def choose_expired(
 
     Args:
         infos: All valid checkpoints of the root.
-        policy: What to keep.
+        policy: The checkpoints to keep.
         abandoned: Ids that a later generation rolled back.
         kept: Folders with a keep mark.
         leased: Folders under a lease that has not expired.
@@ -127,7 +127,7 @@ def prune(store: Store, policy: Policy, *, dry_run: bool = False, now_s: float |
 
     Args:
         store: The root.
-        policy: What to keep.
+        policy: The checkpoints to keep.
         dry_run: Delete nothing, only report.
         now_s: Unix seconds (tests).
     """
@@ -201,7 +201,9 @@ def _damaged(store: Store, newest_first: Iterable[CheckpointInfo], wanted: int) 
 def _is_whole(store: Store, info: CheckpointInfo) -> bool:
     found = look_at(store, info.prefix, whole=True)
     if found is not None and found.problem:
-        _log.warning("%s is not counted as a checkpoint that is kept: %s", info.prefix, found.problem)
+        _log.warning(
+            "%s cannot be used, and does not count as one of the checkpoints to keep: %s", info.prefix, found.problem
+        )
     return found is not None and not found.problem
 
 

@@ -1,4 +1,4 @@
-"""What the root holds, as rank 0 reads it on a cold start: committed checkpoints and claimed generations. Torch-free."""
+"""A summary of the root, as rank 0 reads it on a cold start: committed checkpoints and claimed generations. Torch-free."""
 
 from __future__ import annotations
 

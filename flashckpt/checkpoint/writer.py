@@ -137,7 +137,7 @@ def commit(store: Store, prefix: str, writers: Sequence[int]) -> bool:
         True where this call created MANIFEST; False where an equal checkpoint was already committed.
 
     Raises:
-        PersistError: A writer has not written its index, or the index is of another snapshot.
+        PersistError: A writer has not written its index, or the index belongs to another snapshot.
         DamagedError: An index or pack is damaged, missing or truncated.
         ShardGapError: The writers together do not cover a tensor.
         FencedError: The checkpoint was given up and swept.
@@ -254,7 +254,7 @@ def _committed(store: Store, prefix: str) -> bool:
         start = read_start(store, key, there.nbytes)
         if start.startswith(TOMBSTONE):
             raise FencedError(
-                f"the checkpoint {prefix} was given up and may not be committed any more",
+                f"the checkpoint {prefix} was abandoned and can no longer be committed",
                 found=start.decode(errors="replace").strip(),
                 state="Its data is deleted by the sweep; other checkpoints are as they were.",
             )
@@ -270,7 +270,7 @@ def _read_indexes(store: Store, prefix: str, writers: Sequence[int]) -> list[Man
     for index in indexes:
         if not prefix.endswith(found := prefix_of(*index.identity)):
             raise PersistError(
-                f"an index of {prefix} is of another snapshot",
+                f"an index of {prefix} belongs to another snapshot",
                 found=f"rank {index.rank}, {found}",
                 expected=f"rank {index.rank}, {prefix}",
             )

@@ -109,7 +109,9 @@ def shm_command(**options: Any) -> None:
 
 @bench.command("job", context_settings={"show_default": True})
 @click.argument("url", required=False)
-@click.option("--layout", "name", type=click.Choice(sorted(DEFAULTS)), default="llama3-8b", help="Model and its cut.")
+@click.option(
+    "--layout", "name", type=click.Choice(sorted(DEFAULTS)), default="llama3-8b", help="Model and layout to measure."
+)
 @click.option("--scale", type=SCALE, default="1/64", help="Share of the model's bytes, for example 1/64.")
 @click.option("--ranks", type=int, help="First ranks of the layout that take part; all if not given.")
 @click.option("--tp", type=int, help="Tensor-parallel ranks instead of the layout's.")
@@ -172,7 +174,7 @@ def compare_command(first: Path, second: Path, json_path: Path | None) -> None:
         write_json(json_path, made)
     out = console()
     for line in said:
-        out.print(f"careful: {line}", markup=False)
+        out.print(f"warning: {line}", markup=False)
     table = new_table(f"{second.name} over {first.name}", ("", first.name, second.name, "ratio", ""))
     for row in rows:
         table.add_row(row.name, f"{row.a:.4g}", f"{row.b:.4g}", f"{row.ratio:.3f}", row.verdict)

@@ -77,7 +77,9 @@ def selection_options(function: Callable[..., Any]) -> Callable[..., Any]:
 )
 @selection_options
 @click.option("--dtype", metavar="DTYPE", help="Cast floating-point tensors, e.g. bfloat16 (fp8 and integers stay).")
-@click.option("--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="Of a safetensors file.")
+@click.option(
+    "--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="Most bytes of one safetensors file."
+)
 @click.option("--force", is_flag=True, help="Replace what is at PATH.")
 @json_option
 def export(

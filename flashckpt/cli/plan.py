@@ -30,7 +30,9 @@ _LIMIT_GPUS = 10_000_000
 @click.option("--gpus-per-node", type=int, default=8, help="Ranks that share one node's memory and network.")
 @click.option("--step-time", type=DURATION, help="Seconds per step: intervals become whole steps.")
 @click.option("--relaunch", type=DURATION, default="60s", help="Restart without the restore, same nodes.")
-@click.option("--replace", "replace_s", type=DURATION, default="600s", help="The same with a node replaced.")
+@click.option(
+    "--replace", "replace_s", type=DURATION, default="600s", help="Restart without the restore, one node replaced."
+)
 @click.option("--write-rate", type=SIZE, help="Durable bytes per second and node, instead of measured or assumed.")
 @click.option("--read-rate", type=SIZE, help="Bytes read per second and node.")
 @click.option("--storage-rate", type=SIZE, help="Bytes per second of the shared storage for all nodes together.")

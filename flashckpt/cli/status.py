@@ -152,7 +152,7 @@ def _table(found: list[dict[str, Any]], copied_by: str) -> Table | str:
         stale = one["updated_s"] and one["daemon_alive"] and time.time() - one["updated_s"] > 60
         remark = one["error"].splitlines()[0] if one["error"] else ""
         if stale:
-            remark = f"the daemon has said nothing for {age_of(one['updated_s'])}. {remark}"
+            remark = f"the daemon has reported nothing for {age_of(one['updated_s'])}. {remark}"
         if one["copied_by"] not in ([], [copied_by]):
             remark = f"its ranks copy by: {', '.join(one['copied_by'])}. {remark}"
         table.add_row(

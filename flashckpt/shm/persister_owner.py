@@ -146,7 +146,7 @@ class PersisterOwner:
             self._killed = f"said nothing for {silent_s:.0f} s ({what}) and was killed"
             self._patience_s *= 1 if is_stopped else 2
         else:
-            text = f"the persister of job {self._directory.job} has said nothing for {silent_s:.0f} s, and cannot be replaced from here ({what}): end it"
+            text = f"the persister of job {self._directory.job} has reported nothing for {silent_s:.0f} s, and cannot be replaced from here ({what}): end it"
             self._say("silent", text, now)
 
     # -- none --------------------------------------------------------------------------------------------

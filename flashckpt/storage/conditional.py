@@ -1,4 +1,4 @@
-"""What several backends share: restartable streams, deletion key by key, and the rule for stores without conditional writes."""
+"""The parts that several backends share: restartable streams, deletion key by key, and the rule for stores without conditional writes."""
 
 from __future__ import annotations
 

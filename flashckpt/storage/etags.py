@@ -17,7 +17,7 @@ _OF_PARTS = re.compile(r"[0-9a-f]{32}-\d+")
 
 
 class Tags:
-    """What is known about one server's tags; None: nothing yet, True: they are MD5 digests, False: they are not."""
+    """The knowledge about one server's tags; None: nothing yet, True: they are MD5 digests, False: they are not."""
 
     def __init__(self) -> None:
         self.are_digests: bool | None = None

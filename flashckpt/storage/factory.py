@@ -104,7 +104,7 @@ def check_options(url: str, options: Mapping[str, object]) -> None:
             f"the root {url} has no such storage option",
             found=", ".join(unknown),
             expected=", ".join(near or sorted(known)),
-            remedy="flashckpt passes them to the client of the protocol, whose names they have",
+            remedy="storage options have the names that the client of the protocol gives them",
         )
     if protocol not in _COMMON:
         _refuse_unknown_protocol(url, protocol)

@@ -279,7 +279,9 @@ def _translate(error: BaseException, url: str, bucket: str, key: str) -> Flashck
         status = 404
     found = f"{code or type(error).__name__}: {text[:300]}"
     if re.search(r"performing DELETE \S+[?&]uploadId=", text):  # obstore lets this failure hide the one before it
-        return StoreError(f"the upload of {key} to {url} failed, and so did taking its parts back", found=found)
+        return StoreError(
+            f"the upload of {key} to {url} failed, and the parts that had arrived could not be removed", found=found
+        )
     return request_error(url, bucket, key, code=code, status=status, found=found)
 
 

@@ -21,7 +21,7 @@ class S3Address:
     Attributes:
         endpoint: URL of the service.
         region: Region that requests are signed for.
-        url: What stands before the key of an object.
+        url: The part before the key of an object.
         is_virtual: Whether the configuration asks for the bucket in the name of the host.
         is_plain: Whether any client that is given the above goes there. Else only botocore does: it follows the redirects
             of a bucket whose region nothing names, knows access points, acceleration and a `ca_bundle`.

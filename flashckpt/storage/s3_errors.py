@@ -49,7 +49,7 @@ def translate(error: BaseException, url: str, bucket: str, key: str) -> Flashckp
     """Return our error for one of botocore or aiohttp."""
     code, status, name = error_code(error), http_status(error), type(error).__name__
     if name in ("CredentialRetrievalError", "TokenRetrievalError"):  # their service does not answer now
-        return StoreError(f"the credentials for {url} cannot be had now", found=str(error))
+        return StoreError(f"the credentials for {url} cannot be obtained now", found=str(error))
     if name in ("NoCredentialsError", "PartialCredentialsError"):
         return no_credentials(url, str(error))
     if name in ("ProfileNotFound", "ConfigParseError"):
@@ -68,7 +68,7 @@ def request_error(url: str, bucket: str, key: str, *, code: str, status: int, fo
         key: The object the request was about; "" for the root itself.
         code: S3's error code, "" where the answer had none.
         status: HTTP status, 0 where there was no answer.
-        found: What to show of the answer.
+        found: The part of the answer to show.
     """
     if code == "NoSuchBucket" or (not key and status == 404):
         problem, remedy = f"the bucket {bucket} does not exist", f"create it, or correct the root {url}"
@@ -110,7 +110,7 @@ def unknown_place(url: str, error: BaseException) -> ConfigError:
     """Return the error for a configuration that does not say where the root is."""
     remedy = "correct AWS_PROFILE, its file, AWS_ENDPOINT_URL or endpoint_url"
     return ConfigError(
-        f"{url} cannot be found: the configuration does not say where it is", found=str(error), remedy=remedy
+        f"{url} cannot be found: the configuration names no place for it", found=str(error), remedy=remedy
     )
 
 

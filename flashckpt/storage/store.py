@@ -46,7 +46,7 @@ Names: TypeAlias = list[str]
 
 @runtime_checkable
 class Store(Protocol):
-    """What persist, restore, retention and the command line need from storage.
+    """The operations that persist, restore, retention and the command line need from storage.
 
     Every method raises RootError where the root itself cannot be used (missing bucket, refused
     credentials, read-only directory) and StoreError where one operation failed after its retries.

@@ -179,7 +179,7 @@ class WebHdfsStore(FsspecStore):
 
 
 class HdfsError(Exception):
-    """What a NameNode or DataNode answers in place of a result, by the name of its Java class."""
+    """An error that a NameNode or DataNode answers in place of a result, by the name of its Java class."""
 
     def __init__(self, name: str, message: str, *, is_final: bool = False) -> None:
         super().__init__(f"{name}: {message}")

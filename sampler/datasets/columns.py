@@ -21,7 +21,7 @@ from flashckpt.sampler.datasets.remote_file import RemoteFile, is_remote, local_
 
 
 class RowGroups:
-    """What Parquet and Arrow have in common: rows by (file, group), groups read whole and cached.
+    """The common part of Parquet and Arrow: rows by (file, group), groups read whole and cached.
 
     Args:
         urls: One path or fsspec URL, or several; their rows follow each other.

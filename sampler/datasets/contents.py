@@ -1,4 +1,4 @@
-"""What a file is by its first bytes, whatever its name says, and text that is UTF-8 or refused with the place."""
+"""The kind of a file by its first bytes, whatever its name says, and text that is UTF-8 or refused with the place."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def refuse_other(url: str, head: bytes, expected: str, *, but: str = "") -> None
     """Raise DataError if a file is recognised as something else than `but`."""
     found = recognised(head)
     if found is not None and found[0] != but:
-        raise DataError(f"{url} is not what it is taken for", found=found[0], expected=expected, remedy=found[1])
+        raise DataError(
+            f"{url} holds something else than its kind says", found=found[0], expected=expected, remedy=found[1]
+        )
 
 
 def refuse_no_text(url: str, head: bytes, expected: str = "text in UTF-8") -> None:
@@ -68,7 +70,10 @@ def refuse_no_text(url: str, head: bytes, expected: str = "text in UTF-8") -> No
         coding = "UTF-16"
     if coding:
         raise DataError(
-            f"{url} is not what it is taken for", found=coding, expected=expected, remedy=_RECODE.format(coding)
+            f"{url} holds something else than its kind says",
+            found=coding,
+            expected=expected,
+            remedy=_RECODE.format(coding),
         )
 
 
@@ -162,7 +167,7 @@ def _refuse_text(url: str, head: bytes, dtype: np.dtype[Any]) -> None:
     """Raise DataError if what is to be read as tokens is readable text: chance cannot write so much of it."""
     if len(head) >= _ALIKE and (_mostly_letters(head) or _is_readable(head)):
         raise DataError(
-            f"{url} is not what it is taken for",
+            f"{url} holds something else than its kind says",
             found=f"text: {head[:40]!r}",
             expected=f"tokens ({dtype.name}, little endian)",
             remedy='set kind = "text" or "jsonl", and prepare it',

@@ -27,11 +27,11 @@ _PASSING = frozenset({
 })  # fmt: skip
 _CLIENTS = frozenset({"aiohttp", "urllib3", "requests", "httpx", "httpcore", "google", "gcsfs", "azure"})
 _BOTOCORE = frozenset({"HTTPClientError", "ConnectionError"})
-"""Of its errors without a status, those of the network; the others are of settings."""
+"""Its errors without a status that come from the network; the others come from settings."""
 _LASTING = ("Credential", "Param", "NoSuch", "Forbidden", "Unauthorized", "InvalidURL", "Redirect", "Cert")
 
 waiting: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-"""What is entered while a read waits: a program that is watched says so, since no step ends meanwhile."""
+"""Context manager that is entered while a read waits: a program that is watched says so, since no step ends meanwhile."""
 
 
 def may_pass(error: BaseException) -> bool:
@@ -85,9 +85,9 @@ def reach(
     """Return what `work` does, tried again with growing waits for `PATIENCE_S` where the storage cannot be reached.
 
     Args:
-        url: What is read.
+        url: The file that is read.
         work: May be repeated.
-        what: What is expected there.
+        what: The contents that are expected there.
         forget: Called before each further try: handles may be dead.
 
     Raises:

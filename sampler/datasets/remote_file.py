@@ -91,7 +91,7 @@ class RemoteFile:
         """
         if not 0 <= start <= stop <= self.nbytes:
             raise DataError(
-                f"a read leaves {self.url}",
+                f"a read goes beyond the end of {self.url}",
                 found=f"bytes {start} to {stop} of {self.nbytes}",
                 expected="a range inside the file",
                 remedy="the file is truncated, or an index belongs to another file: build the index again",

@@ -31,7 +31,7 @@ class Cursor:
         stream: The order.
         seed: Key of the order, for the state.
         fingerprint: Identity of the data, for the state.
-        tail: What happens if an epoch does not divide into batches, see `ElasticSampler`.
+        tail: How an epoch ends that does not divide into batches, see `ElasticSampler`.
         unit: Batch size to assume where no global batch size is set (one sample per replica).
     """
 

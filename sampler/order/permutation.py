@@ -144,7 +144,7 @@ def feistel_pass(values: Int64Array, cells: Cells, rounds: Rounds, sign: int) ->
 
     Args:
         values: Indices, 1-d.
-        cells: Of the one network, or of the network of each value.
+        cells: Cells of the one network, or of the network of each value.
         rounds: (number, key) in the order in which they are applied; a key may be an array, one for each value.
         sign: 1 forward, -1 backward.
     """
@@ -283,5 +283,5 @@ class Permutation:
         if array.size and array.dtype.kind not in "iu":
             raise TypeError(f"indices are integers, not {array.dtype}")
         if array.size and (array.min() < 0 or array.max() >= self._n):
-            raise IndexError(f"indices {array.min()} to {array.max()} leave a permutation of length {self._n}")
+            raise IndexError(f"indices {array.min()} to {array.max()} are outside a permutation of length {self._n}")
         return np.ascontiguousarray(array, dtype=np.int64)

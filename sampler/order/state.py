@@ -1,4 +1,4 @@
-"""What a sampler records: plain integers and strings, the same on every rank, under 200 bytes."""
+"""The state that a sampler records: plain integers and strings, the same on every rank, under 200 bytes."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Order:
 
     @property
     def name(self) -> str:
-        """What a state records: kind, sizes and version."""
+        """The name that a state records: kind, sizes and version."""
         if self.kind == "sequential":
             return "sequential"
         sizes = f":{self.block_size}x{self.window_blocks}" if self.kind == "block" else ""

@@ -68,3 +68,11 @@ def test_modules_named_in_a_page_exist(page: Path) -> None:
 def test_links_are_found_at_all() -> None:
     """The pattern above must not quietly stop matching."""
     assert sum(page.read_text().count("](") for page in PAGES) > 20
+
+
+def test_documentation_is_at_most_45_thousand_words() -> None:
+    """A word has a letter or a digit: bars of tables and marks of lists are none. Generated pages count."""
+    words = [
+        word for page in (ROOT / "docs").rglob("*.md") for word in page.read_text().split() if re.search(r"\w", word)
+    ]
+    assert len(words) <= 45_000

@@ -13,6 +13,8 @@ import pytest
 import yaml
 from support.paths import ROOT
 
+from flashckpt import __version__
+
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = set(re.findall(r"^([a-z0-9-]+):", MAKEFILE, re.MULTILINE))
 CI = (ROOT / ".ci" / "run").read_text()
@@ -48,6 +50,23 @@ def test_python_versions_are_the_same_everywhere() -> None:
     jobs = workflow("ci.yml")["jobs"]
     assert jobs["test"]["strategy"]["matrix"]["python"] == listed
     assert f'requires-python = ">={listed[0]}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_hooks_need_no_environment_of_ours_and_have_the_versions_of_the_checks() -> None:
+    """A newcomer's `pre-commit install` works before `make setup`, and finds what `make check` would."""
+    text = (ROOT / ".pre-commit-config.yaml").read_text()
+    pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    assert ".venv" not in text
+    for repo in yaml.safe_load(text)["repos"]:
+        name = repo["repo"].rpartition("/")[2].removesuffix("-pre-commit")
+        if name in pinned:
+            assert repo["rev"] == f"v{pinned.pop(name)}", name
+    assert not {"ruff", "codespell", "validate-pyproject"} & set(pinned), "a check without a hook"
+
+
+def test_newest_release_of_the_changelog_is_dated_and_is_the_version() -> None:
+    (newest, *_) = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert re.fullmatch(rf"{re.escape(__version__)} \(\d{{4}}-\d\d-\d\d\)", newest)
 
 
 def test_changelog_fragments_have_a_type_and_text() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import importlib.util
 import os
 import shutil
 import sys
@@ -205,10 +206,12 @@ class Demo:
             (first.after, first.restored, f"SIGKILL of rank {self.plan.kill_rank}"),
             (second.after, second.restored, "machine lost"),
         ]
-        draw(self.plan.folder, picture, marks)
+        drawn = importlib.util.find_spec("matplotlib") is not None
+        if drawn:
+            draw(self.plan.folder, picture, marks)
         self._part("The result")
         self._verdict(result)
-        say(f"  picture  {picture}")
+        say(f"  picture  {picture if drawn else 'none: matplotlib is not installed (it comes with the extra trainer)'}")
         say(f"  traces   {self.unbroken.folder / 'trace.jsonl'}  {self.crash.folder / 'trace.jsonl'}")
         self._leftovers()
         talks, text = say_words(self.crash.root)

@@ -32,7 +32,7 @@ PROCESSES = 2
 _ROW = re.compile(r"^\| (?P<name>[^|]+) \| (?P<outcome>[^|]+) \|", re.MULTILINE)
 _EXACT = "Exact: "
 _TINY = ", tiny"
-_ALSO_TINY = " (also tiny)"
+_ALSO_TINY = "°"
 _HEADINGS = ("package", "case", "---")
 _VERSION = re.compile(r"^\| `(?P<name>[\w-]+)` \| (?P<version>\S+) \|$", re.MULTILINE)
 _WORDS = {
@@ -84,7 +84,7 @@ def _introduction() -> Iterator[str]:
     yield "then left is restored from **memory**, and from **storage** alone. Two ranks are joined by gloo; nothing was run on a GPU."
     yield ""
     yield "* **exact**: everything tracked and the generators are as restored, and after every later step, equal bit for bit to those of a run"
-    yield "  that was neither tracked nor interrupted; so is each loss. *tiny*: with layers whose state fits into a slot's spare room."
+    yield "  that was neither tracked nor interrupted; so is each loss. °: also with layers whose state fits into a slot's spare room (*tiny*)."
     yield "* **refused**: an error of flashckpt at `track()`, at the first start or at the first step, so before anything could be lost."
     yield f"* **{SKIPPED}**: not run, since the package named beside it did not install."
     yield ""

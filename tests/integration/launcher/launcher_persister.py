@@ -175,7 +175,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "killed once": Fault("the persister of job watched .*ended", strike=kill(1)),
     "killed repeatedly": Fault("the persister of job watched .*ended", strike=kill(3)),
-    "stopped": Fault(r"said nothing for \d+ s \(process \d+ is stopped\)", strike=kill(1, signal.SIGSTOP)),
+    "stopped": Fault(r"reported nothing for \d+ s \(process \d+ is stopped\)", strike=kill(1, signal.SIGSTOP)),
     "storage away": Fault("persisting fails .*of step", strike=take_storage_away, heal=bring_storage_back),
     "fenced": Fault("persisting fails .*generation 2", strike=start_elsewhere, catches_up=False),
     "an inherited variable": Fault(

@@ -52,9 +52,6 @@ BLOCKS = {
     ("recipes.md", "from torchtitan.models.llama3"): "all_torchtitan.py::test_what_the_manager_cannot_do_is_refused",
     ("launching.md", "#!/bin/bash\n#SBATCH --nodes=4"): "slurm.py::test_job_of_several_nodes",
     ("launching.md", "#!/bin/bash\n#SBATCH --nodes=1"): "slurm.py::test_job_of_one_node_without_srun",
-    ("trainer.md", "#!/bin/bash\n#SBATCH --nodes=1"): (
-        "test_trainer_configs.py::test_the_batch_script_of_the_trainers_page_is_the_one_that_is_run_in_slurm"  # it is that of launching.md
-    ),
     ("format.md", "import struct"): "test_block.py::test_the_recipe_of_the_docs_prints_the_slots",
     ("README.md", "import torch"): "test_examples.py::test_loop_of_the_readme_killed_and_started_again",
 }

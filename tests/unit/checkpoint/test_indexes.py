@@ -152,5 +152,5 @@ def test_an_index_of_other_ranks_than_its_name_says_is_refused(store: Store) -> 
     put(store, [0, 1])
     found = write_packs(pin(2), store, PREFIX)
     store.put(f"{PREFIX}/r00002-00005.idx", encode_manifest(found))
-    with pytest.raises(PersistError, match=r"r00002-00005.idx is of other ranks"):
+    with pytest.raises(PersistError, match=r"r00002-00005.idx belongs to other ranks"):
         read_indexes(store, PREFIX, range(WORLD))

@@ -211,11 +211,11 @@ def test_two_savers_of_one_step_the_later_life_wins_and_the_other_is_told(tmp_pa
     for place in (first, second):
         direct_writer.write(store, place, 0, [], {"who": place.claim.number}, job="test")
     direct_writer.finish(store, second)
-    with pytest.raises(Exception, match="may not write to its root any more"):
+    with pytest.raises(Exception, match="may no longer write to its root"):
         direct_writer.finish(store, first)
     assert [i.prefix for i in list_checkpoints(store)] == ["step-000000005.g2"]
     direct_writer._claims[store.url] = first.claim, 5
-    with pytest.raises(Exception, match="may not write to its root any more"):
+    with pytest.raises(Exception, match="may no longer write to its root"):
         direct_writer.begin(store, 6, world_size=1)
 
 

@@ -267,7 +267,7 @@ def test_a_root_that_was_emptied_is_said_once_and_written_again(job: FakeJob, ca
         for count in (1, 2):
             job.step(5 + 5 * count, persist=True)
             turn_until(daemon, lambda: len(steps(job)) == count, "a commit on the emptied root")  # noqa: B023 -- called here
-    assert caplog.text.count("is no more what this job has written to") == 1
+    assert caplog.text.count("is no longer the root that this job has written to") == 1
     assert daemon.attempts.failures == 1
 
 

@@ -222,7 +222,7 @@ def test_with_a_torch_that_has_other_names_nothing_is_counted_and_that_is_said_o
         sampler = ElasticSampler(N, dp_rank=0, dp_size=1, global_batch_size=MICRO)
         train(sampler, forever(loader_of(sampler, workers=int(missing == "_task_info"))), taken, 20)
         assert sampler.position == 20 * MICRO
-    said = [record.getMessage() for record in caplog.records if "are not counted" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "cannot be counted" in record.getMessage()]
     assert len(said) == 1
     assert f"has no {missing}" in said[0]
 

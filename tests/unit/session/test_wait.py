@@ -353,7 +353,7 @@ def test_silent_daemon_ends_a_wait_without_a_limit(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(durability, "SILENT_S", 0.3)
     lock = JobDirectory.open("t").hold_daemon()
     assert lock is not None
-    with pytest.raises(PersistError, match="has said nothing for"):
+    with pytest.raises(PersistError, match="has reported nothing for"):
         trained(tmp_path / "root", 5, wait_s=60)
     lock.close()
 
