@@ -15,7 +15,7 @@ from support.transcripts import play
 
 from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.daemon.persister import agreement, committer, messaging, negotiation, persist, protocol
+from flashckpt.daemon.persister import agreement, messaging, negotiation, persist, protocol
 from flashckpt.daemon.persister.negotiation import Negotiation
 from flashckpt.daemon.persister.protocol import Cause
 
@@ -50,20 +50,20 @@ def test_a_transcript_with_one_action_more_or_less_is_wrong(path: Path) -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "value", "scenario"),
     [
-        (committer, "LEASE_S", 0.0, "leader-dies-after-its-index"),
-        (committer, "LEASE_S", 50.0, "committer-dies"),
-        (committer, "RENEWALS", 0.01, "holder-waits"),
+        (persist, "LEASE_S", 0.0, "leader-dies-after-its-index"),
+        (persist, "LEASE_S", 50.0, "committer-dies"),
+        (persist, "RENEWALS", 0.01, "holder-waits"),
         (persist, "INTENT_PATIENCE_S", 1e9, "writers-that-never-finish"),
         (persist, "EARLIER_PATIENCE_S", 1e9, "node-lost-for-good-restored-that-step"),
         (persist, "ATTEMPTS", 2, "damaged-in-memory"),
-        (negotiation, "ROOT_LOOK_S", 1.0, "leader-dies-after-its-index"),
+        (messaging, "ROOT_LOOK_S", 1.0, "leader-dies-after-its-index"),
         (negotiation, "MIN_SLOTS", 1, "storage-fails-two-slots"),
         (persist, "is_rolled_back", lambda *_: False, "rolled-back-while-it-waits"),
         (negotiation, "is_rolled_back", lambda *_: False, "rolled-back-before-anybody-joined"),
         (negotiation, "of_other_nodes", lambda proposals, _: list(proposals), "early-look"),
         (messaging, "PATIENCE_S", 50.0, "ranks-of-one-node-hang"),
         (messaging, "PATIENCE_S", 0.05, "ranks-carry-messages"),
-        (negotiation, "CARRIED_LOOK_S", 600.0, "asked-where-the-ranks-hang"),
+        (messaging, "CARRIED_LOOK_S", 600.0, "asked-where-the-ranks-hang"),
         (persist, "lease_of", lambda *_: None, "all-nodes-agree"),
     ],
 )
@@ -102,7 +102,7 @@ def test_the_page_on_transcripts_names_every_action() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", [negotiation, messaging, persist, committer, agreement, protocol], ids=lambda module: module.__name__
+    "module", [negotiation, messaging, persist, agreement, protocol], ids=lambda module: module.__name__
 )
 def test_the_machine_has_no_clock_no_store_and_no_thread(module: object) -> None:
     pure = {"__future__", "collections.abc", "dataclasses", "enum", "itertools", "typing"}

@@ -16,15 +16,14 @@ from support.ranks import wait_for
 
 from flashckpt.daemon.machine.process import has_ended, is_stopped
 from flashckpt.daemon.zygote import messages
-from flashckpt.daemon.zygote.client import Unavailable, ZygoteClient
-from flashckpt.daemon.zygote.warm_copy import WarmCopy, key_of
+from flashckpt.daemon.zygote.client import Unavailable, WarmCopy, ZygoteClient, key_of
 
 SILENT = {
     "stopped": None,
     "hangs": None,
-    "stopped in the middle of an answer": b"\x40\x00\x00\x00{",
+    "stopped in the middle of an answer": b"\x40" + bytes(7) + b"{",
     "hangs in the middle of an answer": b"\x40\x00",
-    "answers nonsense": b"\x02\x00\x00\x00[]",
+    "answers nonsense": b"\x02" + bytes(7) + b"[]",
     "dead": None,
 }
 
