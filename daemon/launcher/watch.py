@@ -12,11 +12,11 @@ import secrets
 import time
 from pathlib import Path
 
-from flashckpt import agent_folder
 from flashckpt.core.snapshot_id import BEFORE_ALL
 from flashckpt.daemon.launcher.drain import is_last_process, unpersisted, wait_for_flush
 from flashckpt.daemon.machine.process import reap, zombies
 from flashckpt.errors import DamagedError, FlashckptError, PersistError
+from flashckpt.shm import agent_folder
 from flashckpt.shm.control import ControlRow, ControlView
 from flashckpt.shm.job_directory import DaemonStatus, JobDirectory, memory_root
 from flashckpt.shm.lease import Lease

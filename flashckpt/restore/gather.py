@@ -16,7 +16,6 @@ from flashckpt.core.generation import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.environment import env
 from flashckpt.errors import DamagedError, FlashckptError
-from flashckpt.job_key import ranks_key
 from flashckpt.logs import guarded
 from flashckpt.planning.inventory import HeldSlot, Inventory, Member, unpack_all
 from flashckpt.planning.refusals import refuse_damage, require_same_request
@@ -25,6 +24,7 @@ from flashckpt.planning.selection import RestoreRequest
 from flashckpt.restore import membership
 from flashckpt.shm.control import Control, ControlView
 from flashckpt.shm.job_directory import JobDirectory
+from flashckpt.shm.job_key import ranks_key
 from flashckpt.shm.segment import Segment
 from flashckpt.shm.segment_file import boot_id
 

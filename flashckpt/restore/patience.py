@@ -7,8 +7,8 @@ import logging
 import time
 
 from flashckpt import collectives
-from flashckpt.agent_folder import agent_folder, note_waiting
 from flashckpt.logs import guarded
+from flashckpt.shm.agent_folder import agent_folder, note_waiting
 
 PATIENCE_S = 60.0
 """Seconds of waiting in one start; then it ends with exit code 41, and dlrun starts the ranks again."""

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from flashckpt.trainer.config.optim import UNSET, OptimConfig, rule_of
 from flashckpt.trainer.model.moe import EXPERT_WEIGHTS
 from flashckpt.trainer.optim.local import LocalAdamW, LocalSGD
 from flashckpt.trainer.optim.matrices import WholeAdafactor, WholeMuon
-from flashckpt.trainer.optim_config import UNSET, OptimConfig, rule_of
 from flashckpt.trainer.parallel.tied import is_tied_head
 
 _MATRICES, _DECAYED, _PLAIN, _EXPERTS = range(4)

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
+from flashckpt.trainer.config.parallel import ParallelConfig
 from flashckpt.trainer.data.windows import Batch
 from flashckpt.trainer.model.loss import per_token_loss
 from flashckpt.trainer.model.router_loss import set_router_scale
 from flashckpt.trainer.parallel.apply import Parallel, local_tensor, set_gradient_sync
-from flashckpt.trainer.parallel_config import ParallelConfig
 from flashckpt.trainer.train.expert_load import ExpertLoad
 from flashckpt.trainer.train.optim import local_square_sum, scale_gradients, settle_gradients
 from flashckpt.trainer.watch.phases import PhaseTimer
