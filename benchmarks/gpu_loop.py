@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 -- as everybody calls it
 
 from flashckpt import Checkpointer
-from flashckpt.agent_folder import LOCK
+from flashckpt.shm.agent_folder import LOCK
 from flashckpt.shm.lease import Lease
 
 LAYERS, HEAD, ROWS, LENGTH = 28, 128, 4, 1024

@@ -1,4 +1,7 @@
-"""flashckpt.sampler: see ARCHITECTURE.md for where it stands among the other parts."""
+"""Samplers whose every sample is trained exactly once, at any number of ranks.
+
+Modules here: Samplers, their iterators, batches and positions.
+"""
 
 if not __name__.startswith("flashckpt."):  # a bare `import sampler` would make a second copy of every class
     raise ImportError(f"import this package as flashckpt.sampler, not as {__name__!r}")

@@ -1,4 +1,8 @@
-"""flashckpt.trainer: see ARCHITECTURE.md for where it stands among the other parts."""
+"""A 3D-parallel trainer of transformers: its command line.
+
+In: a command line. Out: an exit code.
+May import: all of its rooms, the engine, flashckpt.sampler.
+"""
 
 if not __name__.startswith("flashckpt."):  # a bare `import trainer` would make a second copy of every class
     raise ImportError(f"import this package as flashckpt.trainer, not as {__name__!r}")

@@ -6,16 +6,16 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from flashckpt.agent_folder import agent_folder
 from flashckpt.environment import env
 from flashckpt.errors import RESUME_EXIT_CODE, ConfigError, FlashckptError
-from flashckpt.trainer.command_line import take_flag, take_value
+from flashckpt.shm.agent_folder import agent_folder
 from flashckpt.trainer.config import RunConfig, read_config, to_toml, without_secrets
+from flashckpt.trainer.config.command_line import take_flag, take_value
 from flashckpt.trainer.dry_run.options import take_options
-from flashckpt.trainer.nonfatal import nonfatal_streams
+from flashckpt.trainer.parallel.float8_layers import refuse_without_torchao
 from flashckpt.trainer.parallel.groups import refuse_check
-from flashckpt.trainer.phases import check_layouts, phases_of
-from flashckpt.trainer.plan.float8 import refuse_without_torchao
+from flashckpt.trainer.train.nonfatal import nonfatal_streams
+from flashckpt.trainer.train.phases import check_layouts, phases_of
 from flashckpt.trainer.train.report_once import report_once
 from flashckpt.trainer.watch.profile_range import ProfileRange, profile_range
 from flashckpt.trainer.watch.terminal import terminal_of

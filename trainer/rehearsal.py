@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from flashckpt.environment import env
 from flashckpt.errors import ConfigError, FlashckptError
 from flashckpt.rehearsal import leftovers, pretend_rank, unsupported
-from flashckpt.trainer.command_line import take_value
 from flashckpt.trainer.config import RunConfig, read_config
+from flashckpt.trainer.config.command_line import take_value
 from flashckpt.trainer.data.windows import Batch
 from flashckpt.trainer.optim.builders import build_optimizers
 from flashckpt.trainer.parallel.apply import Parallel, build_parallel

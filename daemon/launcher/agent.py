@@ -32,7 +32,6 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from flashckpt import agent_folder, job_key
 from flashckpt.daemon.launcher import findings, hang, job_secret, node_check
 from flashckpt.daemon.launcher.budget import REFILL_S, Budget, Verdict
 from flashckpt.daemon.launcher.context import GroupStart, WorkerContext, make_context, script_commands
@@ -51,6 +50,7 @@ from flashckpt.daemon.machine.process import become_subreaper
 from flashckpt.daemon.zygote.client import ZygoteClient
 from flashckpt.environment import env
 from flashckpt.errors import FINAL_CODES, PASSING_CODES, LayoutError
+from flashckpt.shm import agent_folder, job_key
 from flashckpt.shm.control import ControlRow
 
 _log = logging.getLogger("flashckpt.dlrun")

@@ -19,7 +19,6 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import PContext, RunProcsResult
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from flashckpt import agent_folder
 from flashckpt.daemon.launcher import job_secret, spawn_main
 from flashckpt.daemon.launcher.failure import WorkerExit, first_failure, read_error
 from flashckpt.daemon.launcher.log_folders import logs_elsewhere, opened
@@ -35,6 +34,7 @@ from flashckpt.daemon.machine.process import (
 )
 from flashckpt.daemon.zygote.client import Unavailable, ZygoteClient
 from flashckpt.daemon.zygote.rehearse import NO_REHEARSAL
+from flashckpt.shm import agent_folder
 
 _log = logging.getLogger("flashckpt.dlrun")
 _SETTLE_S = 0.25

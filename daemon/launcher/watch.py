@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from flashckpt import agent_folder
 from flashckpt.core.snapshot_id import BEFORE_ALL
 from flashckpt.daemon.launcher.way_back import steps_on_root
 from flashckpt.daemon.machine.process import reap, zombies
 from flashckpt.environment import env
 from flashckpt.errors import DamagedError, FlashckptError, PersistError
 from flashckpt.printable import printable
+from flashckpt.shm import agent_folder
 from flashckpt.shm.control import ControlRow, ControlView
 from flashckpt.shm.inventory import scan
 from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory, memory_root

@@ -1,4 +1,4 @@
-"""What launcher, zygote and persister need from the operating system: processes, NUMA, logs.
+"""The operating system: processes, NUMA, logs.
 
 In: pids, sizes, streams. Out: reaped processes, placed threads, lines.
 May import: errors; no torch.

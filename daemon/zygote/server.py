@@ -46,7 +46,7 @@ TORCH_MODULES = (
     "torch.utils.checkpoint",
 )
 OUR_MODULES = (
-    "flashckpt.checkpointer",
+    "flashckpt.session.checkpointer",
     "flashckpt.storage.conditional",
     "flashckpt.storage.factory",
     "flashckpt.storage.posix",

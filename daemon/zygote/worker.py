@@ -23,12 +23,12 @@ import types
 from pathlib import Path
 from typing import Any
 
-from flashckpt.agent_folder import agent_folder, write_permanent_error
 from flashckpt.daemon.machine import numa
 from flashckpt.daemon.machine.process import set_title
 from flashckpt.environment import env
 from flashckpt.errors import FlashckptError
 from flashckpt.nonfatal import NonfatalFile, nonfatal_text, report_lost
+from flashckpt.shm.agent_folder import agent_folder, write_permanent_error
 from flashckpt.shm.private import create_file
 
 STACKS_SIGNAL = signal.SIGRTMIN + 7

@@ -1,4 +1,4 @@
-"""`flashckpt bench`: measure shared memory and storage the way flashckpt uses them.
+"""`flashckpt bench`: shared memory and storage, measured.
 
 Torch-free, except for the peers (`flashckpt.bench.peers`), which are other people's libraries
 measured at the same layout in the same run.

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flashckpt.agent_folder import LOCK
 from flashckpt.bench.job_results import Gathered, JobMeasurement, results
 from flashckpt.bench.layouts import ModelLayout, held_bytes, shards_of
 from flashckpt.bench.measure import interleave, median, summarise
@@ -24,6 +23,7 @@ from flashckpt.bench.scratch import Scratch
 from flashckpt.bench.worker import Workers
 from flashckpt.environment import env
 from flashckpt.errors import ConfigError, FlashckptError
+from flashckpt.shm.agent_folder import LOCK
 from flashckpt.shm.lease import Lease
 
 MOST_RANKS = 256

@@ -1,4 +1,4 @@
-"""Checkpoints on storage: packs, indexes, MANIFEST, intents, generations and retention.
+"""Checkpoints on storage: packs, MANIFEST, retention.
 
 In: pinned slots and a store. Out: committed checkpoints, and what a root holds.
 May import: core, planning, shm, storage; no torch.

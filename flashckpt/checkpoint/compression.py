@@ -21,11 +21,11 @@ import numpy as np
 import zstandard
 
 from flashckpt.core.digest import CHUNK_BYTES, digest
+from flashckpt.core.settings import compression_level
 from flashckpt.core.shard import ITEMSIZE, SMALL_BYTES
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.errors import DamagedError, FormatVersionError
 from flashckpt.planning.packs import COMPRESSED_SUFFIX, Pack
-from flashckpt.settings import compression_level
 from flashckpt.storage.store import Store
 
 FRAME_BYTES = CHUNK_BYTES

@@ -1,4 +1,6 @@
-"""Plug-in for torch.distributed.checkpoint: `dcp.save` writes our checkpoints, `dcp.load` reads any of them.
+"""Plug-in for torch.distributed.checkpoint, both ways.
+
+`dcp.save` writes our checkpoints, `dcp.load` reads any of them:
 
     import torch.distributed.checkpoint as dcp
     from flashckpt.dcp import FlashStorageReader, FlashStorageWriter

@@ -1,1 +1,1 @@
-"""Callbacks for other training frameworks: each module imports its framework, this package imports none."""
+"""Callbacks for other training frameworks. Each module imports its framework, this package imports none."""

@@ -18,7 +18,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from flashckpt.checkpointer import Checkpointer
 from flashckpt.errors import ConfigError
 from flashckpt.integrations.deepspeed_fragments import refresh_weights
 from flashckpt.integrations.deepspeed_refusals import refuse_unsupported
@@ -26,6 +25,7 @@ from flashckpt.integrations.deepspeed_state import EngineState, OneSchedule, Tra
 from flashckpt.integrations.elastic_share import Share, check_share, elastic_in
 from flashckpt.integrations.shared import OwnsCheckpointer
 from flashckpt.report import RestoreReport
+from flashckpt.session.checkpointer import Checkpointer
 
 _LOADERS = "give the loader an ElasticSampler, or use torchdata's StatefulDataLoader"
 

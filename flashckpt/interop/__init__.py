@@ -1,1 +1,1 @@
-"""Checkpoints of other formats: safetensors, torch.save files, folders of torch.distributed.checkpoint."""
+"""Checkpoints of other formats: `export` and `import`. safetensors, torch.save files, folders of dcp, Megatron, DeepSpeed."""

@@ -1,5 +1,6 @@
-"""Copy rows of memory and digest them on the way: in C where it was built, else in Python, with one result.
+"""Rows of memory copied and digested, in C where built.
 
+Else it is Python, with the same result.
 In: addresses and sizes, int64[n, 3]. Out: bytes at their targets, one digest per MiB, or an error before a byte is touched.
 Beside it a mapping of a file whose end or damage is not the end of the process that reads it.
 May import: core, errors; no torch.

@@ -1,1 +1,1 @@
-"""`flashckpt plan`: how often to snapshot and to persist, and what failures will cost. Torch-free."""
+"""`flashckpt plan`: intervals, and what failures will cost. Torch-free."""

@@ -10,9 +10,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-MOST_REPLICAS = 2
-"""Most partners of a node."""
-
 
 def partner_map(domains: Sequence[str], replicas: int) -> tuple[tuple[int, ...], ...]:
     """Return, for each node, the nodes that keep its replicas, the first partner first.

@@ -18,7 +18,6 @@ from typing import Any
 import msgpack
 
 from flashckpt import collectives, errors
-from flashckpt.agent_folder import agent_folder, note_waiting
 from flashckpt.checkpoint import generations, root_summary
 from flashckpt.checkpoint.generations import read_generations
 from flashckpt.core.lineage import BEGINNING, Generation, is_rolled_back
@@ -26,12 +25,13 @@ from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.environment import env
 from flashckpt.errors import ConfigError, DamagedError, FlashckptError, RootError
 from flashckpt.faults import crash_point
-from flashckpt.job_key import ranks_key
 from flashckpt.logs import guarded
 from flashckpt.planning.inventory import HeldSlot, Inventory, Member, unpack_all
 from flashckpt.planning.selection import RestoreRequest, RootSummary, refuse_damage, require_same_request
+from flashckpt.shm.agent_folder import agent_folder, note_waiting
 from flashckpt.shm.control import Control, ControlView
 from flashckpt.shm.job_directory import JobDirectory
+from flashckpt.shm.job_key import ranks_key
 from flashckpt.shm.segment import Segment
 from flashckpt.shm.segment_file import boot_id
 from flashckpt.state.placement import World

@@ -6,10 +6,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from flashckpt.core.settings import checked
 from flashckpt.errors import ConfigError
 from flashckpt.report import RestoreReport
 from flashckpt.restore.coordinator import RestoreCoordinator, RestoreRequest
-from flashckpt.settings import checked
 from flashckpt.shm.job_id import root_url
 from flashckpt.state.placement import current_world, trainable
 from flashckpt.state.registry import StateRegistry

@@ -1,4 +1,4 @@
-"""The memory tier of one job on one node: its directory, segments, leases, control page and acknowledgements.
+"""The memory tier of one job on one node.
 
 In: a job id and sizes. Out: slots to write into, pins to read from, records of the job.
 May import: core, native, planning, settings; no torch.

@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 from flashckpt.core.lineage import Generation
+from flashckpt.core.settings import checked
 from flashckpt.environment import env
 from flashckpt.errors import DamagedError, JobInUseError, SharedMemoryError
-from flashckpt.settings import checked
 from flashckpt.shm import job_records
 from flashckpt.shm.block import SEGMENT_NAME
 from flashckpt.shm.job_records import DaemonStatus, JobConfig

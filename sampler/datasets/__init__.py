@@ -1,4 +1,4 @@
-"""Readers of training data: tokens, lines, rows and packed documents, local or on object storage.
+"""Training data read: tokens, lines, rows, packed documents.
 
 In: files or URLs, an index. Out: the sample of that index, the same in every process.
 May import: sampler.errors, sampler.order.

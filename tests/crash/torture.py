@@ -358,7 +358,7 @@ def torture_engine(kills: int, seed: int, *, ranks: int = 1, tell: Callable[...,
     """Kill training processes until `kills` SIGKILLs; return the number of kills."""
     import torch
 
-    import flashckpt.checkpointer  # noqa: F401 -- imported before the forks, so that a life costs tenths of a second
+    import flashckpt.session.checkpointer  # noqa: F401 -- imported before the forks, so that a life costs tenths of a second
 
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp(prefix="flashckpt-torture-", dir="/dev/shm"))

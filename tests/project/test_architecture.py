@@ -1,4 +1,4 @@
-"""ARCHITECTURE.md says what is true: its module map is the tree, its paths exist, M1's proof runs what it names."""
+"""ARCHITECTURE.md says what is true: its paths exist, M1's proof runs what it names."""
 
 from __future__ import annotations
 
@@ -6,33 +6,10 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
 from support.paths import ROOT
 
 TEXT = (ROOT / "ARCHITECTURE.md").read_text()
 TOPS = ("flashckpt", "daemon", "sampler", "trainer")
-
-
-def map_of(text: str) -> set[str]:
-    """Return the modules that the map names, as paths without `.py`.
-
-    In the block below the heading "Module map" a line `room/  # phrase` begins a room; the words of the indented
-    lines below it are its modules.
-    """
-    block = re.split(r"^## .*Module map$", text, flags=re.MULTILINE)[1].split("```")[1]
-    found: list[str] = []
-    room = ""
-    for line in block.strip().splitlines():
-        if line.startswith(" "):
-            found += [f"{room}{name}" for name in line.split()]
-        else:
-            room, _, phrase = line.partition("#")
-            room = room.strip()
-            assert room.endswith("/"), f"no room: {line!r}"
-            assert phrase.strip(), f"{room} has no phrase that says what it is for"
-    twice = {name for name in found if found.count(name) > 1}
-    assert not twice, f"named twice: {sorted(twice)}"
-    return set(found)
 
 
 def tree_of(root: Path) -> set[str]:
@@ -45,25 +22,9 @@ def tree_of(root: Path) -> set[str]:
     return found
 
 
-def test_the_module_map_is_the_tree() -> None:
-    named, there = map_of(TEXT), tree_of(ROOT)
-    assert there, "no module found at all"
-    assert named == there, (
-        f"in the map only: {sorted(named - there)}; in the tree only: {sorted(there - named)}; see 'Module map'"
-    )
-
-
-def test_every_room_of_the_tree_has_a_docstring_of_its_own() -> None:
-    """The map promises that `__init__` says what comes in, what goes out and what it may import."""
-    rooms = {name.rpartition("/")[0] for name in map_of(TEXT)}
-    for room in sorted(rooms):
-        source = (ROOT / room / "__init__.py").read_text()
-        assert ast.get_docstring(ast.parse(source)), f"{room}/__init__.py has no docstring"
-
-
 def test_modules_named_in_the_text_exist() -> None:
-    """`room/module` in prose names a module of the map, or a room."""
-    modules = map_of(TEXT)
+    """`room/module` in prose names a module of the tree, or a room."""
+    modules = tree_of(ROOT)
     rooms = {name.rpartition("/")[0] for name in modules}
     known = {*modules, *rooms}
     prose = re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL)
@@ -88,15 +49,3 @@ def test_the_proof_of_m1_runs_the_functions_that_the_text_names() -> None:
 def test_it_is_short_and_narrow_enough_to_be_read() -> None:
     assert len(TEXT.encode()) <= 12 * 1024
     assert not [line for line in TEXT.splitlines() if len(line) > 100]
-
-
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        ("## 3. Module map\n```\nroom/  # why\n    a b a\n```", "twice"),
-        ("## 3. Module map\n```\nroom/\n    a\n```", "no phrase"),
-    ],
-)
-def test_a_map_with_a_mistake_is_found(text: str, complaint: str) -> None:
-    with pytest.raises(AssertionError, match=complaint):
-        map_of(text)

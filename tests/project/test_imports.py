@@ -1,4 +1,4 @@
-"""The direction of imports, and what may not be imported at all, held as tests."""
+"""What may not be imported, held as tests; test_rooms.py holds the directions between rooms."""
 
 from __future__ import annotations
 
@@ -46,34 +46,6 @@ def test_engine_imports_none_of_the_other_three(other: str) -> None:
         if other == "flashckpt.sampler" and path.parent.name == "integrations":
             continue  # what users of another framework write: both of them together
         assert not under(imported(path), other), f"{path.name} imports {other}"
-
-
-ORDER = (
-    "core",
-    "native",
-    "planning",
-    "shm",
-    "replicate",
-    "storage",
-    "checkpoint",
-    "state",
-    "restore",
-    "snapshot",
-    "dcp",
-    "interop",
-    "bench",
-    "plan",
-    "cli",
-)
-
-
-@pytest.mark.parametrize("package", ORDER)
-def test_packages_of_the_engine_import_only_what_lies_before_them(package: str) -> None:
-    """`bench` and `plan` use each other's words; everything else has one direction."""
-    later = [name for name in ORDER[ORDER.index(package) + 1 :] if {package, name} != {"bench", "plan"}]
-    for path in modules(f"flashckpt/{package}"):
-        wrong = [name for name in later if under(imported(path), f"flashckpt.{name}")]
-        assert not wrong, f"{path.name} of {package} imports {wrong}"
 
 
 def test_benchmarks_drive_the_public_class_and_not_the_parts_of_the_engine() -> None:

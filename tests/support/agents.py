@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from pathlib import Path
 
-from flashckpt.agent_folder import LOCK
+from flashckpt.shm.agent_folder import LOCK
 from flashckpt.shm.lease import Lease
 
 _HELD: deque[Lease] = deque(maxlen=32)

@@ -104,7 +104,7 @@ def floats(values: list[str]) -> list[float]:
 
 def leave_out(name: str) -> None:
     """Make this process's Checkpointer forget one kind of state: a resume must then show it."""
-    from flashckpt.checkpointer import Checkpointer
+    from flashckpt.session.checkpointer import Checkpointer
 
     track, step, forgotten = Checkpointer.track, Checkpointer.step, {}
 

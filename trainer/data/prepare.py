@@ -24,10 +24,10 @@ import numpy as np
 from flashckpt.errors import ConfigError, DataError
 from flashckpt.faults import crash_point
 from flashckpt.sampler.datasets import index_file
+from flashckpt.trainer.config.data import DataConfig
 from flashckpt.trainer.data.corpus import is_held_out
 from flashckpt.trainer.data.documents import SPLIT_BYTES, TextPart, documents_of, parts_of, placed_documents
 from flashckpt.trainer.data.vocabulary import Vocabulary, read_vocabulary, tokenizer_file, train_bpe
-from flashckpt.trainer.data_config import DataConfig
 
 VERSION = 2
 SPLITS = ("train", "held")

@@ -7,10 +7,10 @@ from typing import Any
 
 from flashckpt.errors import ConfigError, DataError
 from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.config.data import DataConfig
 from flashckpt.trainer.data.prepare import VERSION, index_name, read_indexes, settings_of, sizes_of
 from flashckpt.trainer.data.token_windows import check_token_files, too_short
 from flashckpt.trainer.data.vocabulary import BYTES, digest_of
-from flashckpt.trainer.data_config import DataConfig
 
 _PREPARE = "run: python -m flashckpt.trainer data prepare --config FILE.toml"
 

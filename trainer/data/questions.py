@@ -14,7 +14,7 @@ from typing import Any
 from flashckpt.errors import DataError
 from flashckpt.sampler.datasets.contents import HEAD_BYTES, decoded, refuse_no_text
 from flashckpt.sampler.datasets.remote_file import RemoteFile, is_remote
-from flashckpt.trainer.eval_config import ProbeConfig
+from flashckpt.trainer.config.eval import ProbeConfig
 
 Line = Mapping[str, Any]
 

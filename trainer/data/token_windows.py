@@ -18,9 +18,9 @@ from flashckpt.errors import ConfigError, DataError
 from flashckpt.sampler.datasets import index_file
 from flashckpt.sampler.datasets.packing import PackedWindows
 from flashckpt.sampler.datasets.tokens import MegatronFile, TokenFile
+from flashckpt.trainer.config.data import DataConfig, SourceConfig
 from flashckpt.trainer.data.files import has_pattern, matching_files
 from flashckpt.trainer.data.prepare import KIND
-from flashckpt.trainer.data_config import DataConfig, SourceConfig
 
 Ints = npt.NDArray[np.int64]
 Window = tuple[Ints, Ints]

@@ -1,4 +1,4 @@
-"""`make demo`: a run that is killed twice, compared with one that is not, and the page that shows it.
+"""`make demo`: a run killed twice, beside one that is not.
 
 In: a folder. Out: traces, a picture, a verdict.
 May import: everything of the trainer.

@@ -13,10 +13,10 @@ from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.dry_run.kinds import RankKind, kinds_by_rank, rank_kinds
 from flashckpt.trainer.dry_run.options import DryRunOptions
 from flashckpt.trainer.dry_run.report import VERSION, as_text, refuse_misfits
+from flashckpt.trainer.model.flops import count_parameters
 from flashckpt.trainer.parallel.layout import Layout, resolve_layout
 from flashckpt.trainer.parallel.switches import with_precision
 from flashckpt.trainer.plan.activations import estimate
-from flashckpt.trainer.plan.flops import count_parameters
 from flashckpt.trainer.plan.held import SLOTS
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from flashckpt.environment import env
 from flashckpt.errors import LayoutError
 from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.config.parallel import ParallelConfig
 from flashckpt.trainer.evaluate.reference import differ_from_transformers
 from flashckpt.trainer.parallel.distributed import process_group
 from flashckpt.trainer.parallel.layout import resolve_layout
-from flashckpt.trainer.parallel_config import ParallelConfig
 from flashckpt.trainer.train.loop import Trainer, prepare
 from flashckpt.trainer.train.metrics import StepRecord
 

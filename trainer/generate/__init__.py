@@ -1,4 +1,4 @@
-"""What a model says: text from a checkpoint, a folder or a job's memory, and samples during training.
+"""Text from a checkpoint, a folder or a running job.
 
 In: weights, a tokenizer, a prompt. Out: text, token by token.
 May import: trainer.model, trainer.hub, trainer.data, trainer.parallel.

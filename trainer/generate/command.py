@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from flashckpt.cli.common import parse_options
 from flashckpt.errors import ConfigError
 from flashckpt.printable import printable
-from flashckpt.trainer.command_line import CommandParser
+from flashckpt.trainer.config.command_line import CommandParser
+from flashckpt.trainer.config.sample import Choice, check_choice
 from flashckpt.trainer.generate.codec import TextStream
 from flashckpt.trainer.generate.subject import Subject, open_subject
 from flashckpt.trainer.hub.source import AVERAGE, MODEL
-from flashckpt.trainer.sample_config import Choice, check_choice
 
 INTERRUPTED = 130
 _ABOUT = """Continue a prompt and print the text as it comes, on the CPU in float32, or on a GPU where there is one.

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.config.sample import Choice
 from flashckpt.trainer.generate.prompts import read_prompts
 from flashckpt.trainer.generate.sampling import Chooser
 from flashckpt.trainer.parallel.apply import Parallel
 from flashckpt.trainer.parallel.quiet import quiet
-from flashckpt.trainer.sample_config import Choice
 
 _ENDED = -1
 

@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from flashckpt.trainer.config.sample import Choice
 from flashckpt.trainer.model.cache import KeyValueCache
 from flashckpt.trainer.model.transformer import Transformer
-from flashckpt.trainer.sample_config import Choice
 
 
 class Chooser:

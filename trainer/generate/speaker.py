@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from flashckpt.trainer.config.sample import Choice
 from flashckpt.trainer.generate.sampling import Chooser, continuation
 from flashckpt.trainer.generate.subject import Subject
 from flashckpt.trainer.hub.weights import load
 from flashckpt.trainer.model.initial import materialise
 from flashckpt.trainer.model.transformer import Transformer
-from flashckpt.trainer.sample_config import Choice
 
 
 class Speaker:

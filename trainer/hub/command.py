@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flashckpt.cli.common import human_bytes, parse_options
-from flashckpt.trainer.command_line import CommandParser
+from flashckpt.trainer.config.command_line import CommandParser
 from flashckpt.trainer.hub.transfer import export_folder, import_folder
 
 _ABOUT_IMPORT = """Make a checkpoint of ROOT from a Hugging Face folder (config.json and *.safetensors), types as they are.

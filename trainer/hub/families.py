@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashckpt.errors import ConfigError
-from flashckpt.trainer.model_config import ModelConfig
+from flashckpt.trainer.config.model import ModelConfig
 
 Row = tuple[str, str, str]
 """Our name, theirs, and the shape of theirs in the words of `_sizes`. {e} in their name: one per expert."""

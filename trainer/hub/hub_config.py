@@ -11,8 +11,8 @@ from typing import Any
 
 from flashckpt.errors import ConfigError
 from flashckpt.trainer.config import from_values
+from flashckpt.trainer.config.model import ModelConfig
 from flashckpt.trainer.hub.families import FAMILIES, family_of
-from flashckpt.trainer.model_config import ModelConfig
 
 _SCALINGS = {"default": "none", "linear": "linear", "dynamic": "ntk", "yarn": "yarn", "llama3": "llama3"}
 _NEUTRAL: dict[str, tuple[Any, ...]] = {

@@ -21,9 +21,9 @@ from flashckpt.restore.executor import Target, execute_reads
 from flashckpt.restore.sources import Source, StorageSource
 from flashckpt.storage.factory import open_in_rank
 from flashckpt.trainer.config import RunConfig, from_values
+from flashckpt.trainer.config.model import ModelConfig
 from flashckpt.trainer.hub.families import HubTensor, router_biases, tensors_of
 from flashckpt.trainer.hub.hub_config import from_hub
-from flashckpt.trainer.model_config import ModelConfig
 
 Bytes = npt.NDArray[np.uint8]
 CONFIG = "config.json"

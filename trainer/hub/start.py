@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from flashckpt.errors import ConfigError, FlashckptError
 from flashckpt.trainer.config import RunConfig, from_values, to_values
+from flashckpt.trainer.config.model import ModelConfig
 from flashckpt.trainer.hub.source import open_weights
-from flashckpt.trainer.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from torch import nn

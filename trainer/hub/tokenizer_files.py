@@ -9,8 +9,8 @@ from typing import Any
 
 from flashckpt.errors import ConfigError
 from flashckpt.trainer.config import from_values
+from flashckpt.trainer.data.byte_tokenizer import byte_tokenizer
 from flashckpt.trainer.data.prepare import read_indexes, settings_of
-from flashckpt.trainer.hub.byte_tokenizer import byte_tokenizer
 from flashckpt.trainer.hub.source import BESIDE, CONFIG, CheckpointWeights, SavedWeights, read_json
 
 TOKENIZER = "tokenizer.json"

@@ -17,8 +17,9 @@ from flashckpt.interop.casting import parse_dtype, target_dtype
 from flashckpt.interop.outgoing import Outgoing
 from flashckpt.interop.target import replacing
 from flashckpt.storage.factory import is_process_local, open_store
-from flashckpt.trainer.changes import recorded_values
 from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.config.changes import recorded_values
+from flashckpt.trainer.config.model import ModelConfig
 from flashckpt.trainer.data.vocabulary import END_TOKEN
 from flashckpt.trainer.hub.families import HubTensor, tensors_of
 from flashckpt.trainer.hub.hub_config import to_hub
@@ -33,7 +34,6 @@ from flashckpt.trainer.hub.source import (
     held_name,
 )
 from flashckpt.trainer.hub.tokenizer_files import TOKENIZER, files_of_folder, files_of_saved, has_tokenizer
-from flashckpt.trainer.model_config import ModelConfig
 
 SHARD_BYTES = 5 << 30
 _OVERHEAD_BYTES = 64 << 20

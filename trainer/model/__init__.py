@@ -1,5 +1,5 @@
-"""The transformer, dense or with experts, and its initial weights.
+"""The transformer: layers, first weights, FLOPs.
 
 In: a configuration. Out: modules with global names.
-May import: trainer.model_config.
+May import: trainer.config; `flops` and `recompute` are pure and torch-free.
 """

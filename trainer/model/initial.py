@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from flashckpt.trainer.config.model import ModelConfig
 from flashckpt.trainer.model.counter_normal import fill_normal, stream_keys
-from flashckpt.trainer.model_config import ModelConfig
 
 INIT_STD = 0.02
 TIED = {"output.weight": "tok_embeddings.weight"}

@@ -17,12 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from flashckpt.trainer.config.model import ModelConfig
 from flashckpt.trainer.model.grouped import grouped_linear, obstacle
 from flashckpt.trainer.model.joint import feed_forward, joins
 from flashckpt.trainer.model.operators import swiglu
 from flashckpt.trainer.model.router_load import RouterLoad, choose
 from flashckpt.trainer.model.router_loss import RouterLoss
-from flashckpt.trainer.model_config import ModelConfig
 
 EXPERT_WEIGHTS = ("experts.w1", "experts.w2", "experts.w3")
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from flashckpt.trainer.config.model import ModelConfig
 from flashckpt.trainer.model.operators import turn
-from flashckpt.trainer.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from flashckpt.trainer.model.cache import KeyValueCache

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flashckpt.trainer.model_config import ModelConfig
+from flashckpt.trainer.config.model import ModelConfig
 
 
 class RouterLoss:

@@ -18,6 +18,8 @@ import torch.nn.functional as F  # noqa: N812 -- the name everybody reads
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from flashckpt.trainer.config.model import ModelConfig
+from flashckpt.trainer.config.parallel import Recompute
 from flashckpt.trainer.model.cache import KeyValueCache
 from flashckpt.trainer.model.context import ContextAttention, ContextSlice
 from flashckpt.trainer.model.flex import FlexMasks
@@ -28,8 +30,6 @@ from flashckpt.trainer.model.moe import FeedForward, MixtureOfExperts
 from flashckpt.trainer.model.operators import RMSNorm
 from flashckpt.trainer.model.positions import Positions, make_positions, rotate, with_documents
 from flashckpt.trainer.model.ring import RingAttention
-from flashckpt.trainer.model_config import ModelConfig
-from flashckpt.trainer.parallel_config import Recompute
 
 
 class Attention(nn.Module):

@@ -1,5 +1,5 @@
-"""The optimizers of a run, by name, and averages of the weights.
+"""The optimizers of a run; averages of the weights.
 
 In: parallel parts of a model. Out: torch optimizers whose state is named, sharded and restored like any other.
-May import: trainer.optim_config, trainer.model, trainer.parallel.
+May import: trainer.config, trainer.model, trainer.parallel.
 """

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from flashckpt.trainer.optim_config import EmaConfig
+from flashckpt.trainer.config.optim import EmaConfig
 from flashckpt.trainer.parallel.apply import local_tensor
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim.sgd import sgd
 
+from flashckpt.trainer.config.optim import UNSET, OptimConfig, rule_of
 from flashckpt.trainer.model.moe import EXPERT_WEIGHTS
-from flashckpt.trainer.optim.local import LocalAdamW, LocalSGD
 from flashckpt.trainer.optim.matrices import WholeAdafactor, WholeMuon
-from flashckpt.trainer.optim_config import UNSET, OptimConfig, rule_of
+from flashckpt.trainer.parallel.apply import local_tensor
 from flashckpt.trainer.parallel.tied import is_tied_head
 
 _MATRICES, _DECAYED, _PLAIN, _EXPERTS = range(4)
@@ -111,3 +112,47 @@ def apply_settings(optimizers: Iterable[torch.optim.Optimizer], settings: Settin
     for optimizer, groups in zip(optimizers, settings, strict=True):
         for group, own in zip(optimizer.param_groups, groups, strict=True):
             group.update(own)
+
+
+class LocalAdamW(torch.optim.AdamW):
+    """AdamW that updates local shards; its state stays DTensors, which know their global offsets.
+
+    `settle_gradients` has placed every gradient like its parameter, so DTensor has nothing to decide. Its dispatch would
+    still plan each list of tensors: a quarter of the first step after a restart.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        has_complex: bool = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]  # untyped in torch
+        for tensors in lists:
+            tensors[:] = [local_tensor(tensor) for tensor in tensors]
+        return has_complex
+
+
+class LocalSGD(torch.optim.SGD):
+    """SGD that updates local shards, as `LocalAdamW`. The momentum begins at zero, which is what torch's first step makes of it."""
+
+    def __init__(self, params: Iterable[Any], **settings: Any) -> None:
+        super().__init__(params, **settings)
+        for group in self.param_groups:
+            for parameter in group["params"] if group["momentum"] else ():
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # noqa: ARG002 -- as torch calls it
+        """Update every parameter that has a gradient; `closure` is not called."""
+        for group in self.param_groups:
+            moving = [parameter for parameter in group["params"] if parameter.grad is not None]
+            buffers = [self.state[parameter].get("momentum_buffer") for parameter in moving]
+            sgd(
+                [local_tensor(parameter) for parameter in moving],
+                [local_tensor(parameter.grad) for parameter in moving],
+                [None if buffer is None else local_tensor(buffer) for buffer in buffers],
+                has_sparse_grad=False,
+                foreach=True,
+                weight_decay=group["weight_decay"],
+                momentum=group["momentum"],
+                lr=group["lr"],
+                dampening=group["dampening"],
+                nesterov=group["nesterov"],
+                maximize=group["maximize"],
+            )

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flashckpt.trainer.config.parallel import ParallelConfig
 from flashckpt.trainer.optim.average import WeightCopy
 from flashckpt.trainer.parallel.apply import Parallel, local_tensor
-from flashckpt.trainer.parallel_config import ParallelConfig
 
 
 class OuterOptimizer:

@@ -18,11 +18,11 @@ from torch._C._distributed_c10d import HashStore
 
 from flashckpt.environment import env
 from flashckpt.errors import ConfigError, RootError, StoreError
+from flashckpt.nonfatal import Nonfatal, write_all
 from flashckpt.report import RestoreReport
 from flashckpt.shm.roots import root_url
 from flashckpt.storage.factory import open_in_rank
 from flashckpt.trainer.config import RunConfig
-from flashckpt.trainer.nonfatal import Nonfatal, write_all
 
 
 def check_root(root: str, storage_options: Mapping[str, Any]) -> None:

@@ -17,10 +17,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.config.model import ModelConfig
 from flashckpt.trainer.model.moe import MixtureOfExperts
 from flashckpt.trainer.model.operators import rms_norm
 from flashckpt.trainer.model.transformer import Transformer
-from flashckpt.trainer.model_config import ModelConfig
 
 
 def tensor_parallel(part: Transformer, mesh: DeviceMesh, config: RunConfig) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.model.recompute import FEED_FORWARD, FULL, KEPT, SELECTIVE, group_size, recompute_of
 from flashckpt.trainer.parallel.layout import SPLIT_BACKWARD, Layout, needs_fsdp
-from flashckpt.trainer.plan.recompute import FEED_FORWARD, FULL, KEPT, SELECTIVE, group_size, recompute_of
 
 MASTER = 4
 """Bytes of an element of parameters, gradients and moments: float32 in every precision, cast where it is gathered."""

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from flashckpt.errors import ConfigError
 from flashckpt.trainer.config import RunConfig, read_config
+from flashckpt.trainer.parallel.float8_layers import needs_device, uses_float8
 from flashckpt.trainer.parallel.switches import with_precision
-from flashckpt.trainer.plan.float8 import refuse_plan
 from flashckpt.trainer.plan.forecast import EFFICIENCY
+from flashckpt.trainer.plan.gpus import Gpu
 from flashckpt.trainer.plan.options import PlanOptions, parse, refuse_without_effect
 from flashckpt.trainer.plan.report import candidate, plan_document, refuse_misfit
 from flashckpt.trainer.plan.search import Found, LayoutChoice, corrected, search
@@ -66,3 +68,18 @@ def _measured(found: Found, options: PlanOptions) -> tuple[Found, str]:
     timer = BlockTimer(options.gpu)
     few = replace(found, ranked=found.ranked[: max(options.top, 1)])
     return corrected(few, options.gpu, options.ranks_per_node, timer.efficiency), f"measured on {timer.device_name}"
+
+
+def refuse_plan(config: RunConfig, gpu: Gpu, *, measures: bool) -> None:
+    """Raise ConfigError if a plan is for a GPU without the float8 products that a run asks for, or would time others."""
+    if not uses_float8(config):
+        return
+    if gpu.device and not gpu.float8_flops and not config.train.float8_emulate:
+        raise needs_device(gpu.device)
+    if measures:
+        raise ConfigError(
+            "--measure does not time products in float8",
+            found=f"train.float8 = {config.train.float8}",
+            expected='train.float8 = "off", or a plan without --measure',
+            state="Nothing was computed.",
+        )

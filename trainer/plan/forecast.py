@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.model.flops import flops_per_token, mfu, recomputed_flops_per_token
+from flashckpt.trainer.parallel.float8_layers import float8_flops_per_token, uses_float8
 from flashckpt.trainer.parallel.layout import Layout
 from flashckpt.trainer.plan.activations import MASTER, estimate, itemsize
-from flashckpt.trainer.plan.float8 import float8_flops_per_token, uses_float8
-from flashckpt.trainer.plan.flops import flops_per_token, mfu, recomputed_flops_per_token
 from flashckpt.trainer.plan.gpus import Gpu
 from flashckpt.trainer.plan.held import SLOTS, StateBytes, held
 from flashckpt.trainer.plan.wire import Traffic, traffic

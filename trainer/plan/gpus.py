@@ -14,36 +14,7 @@ import re
 from dataclasses import dataclass, replace
 
 from flashckpt.errors import ConfigError
-
-PEAK_TFLOPS = (
-    (r"\bA100\b|\bA800\b", 312.0),
-    (r"\bH100 NVL\b", 835.0),
-    (r"\bH200 NVL\b", 835.0),
-    (r"\bH100 PCIe\b", 756.0),
-    (r"\bH100\b|\bH200\b|\bH800\b|\bGH200\b", 989.0),
-    (r"\bGB200\b", 2500.0),
-    (r"\bB200\b", 2250.0),
-    (r"\bV100\b", 125.0),
-    (r"\bL40S\b", 362.0),
-    (r"\bL4\b", 121.0),
-    (r"\bA10\b", 125.0),
-    (r"\bRTX 4090\b(?! D| Laptop)", 165.0),
-    (r"\bMI300X\b|\bMI325X\b", 1307.0),
-    (r"\bMI250X\b", 191.5),
-)
-"""Names that drivers report, and the peak of dense bfloat16 matrix products with float32 sums, in TFLOPS of one device.
-
-From the data sheets of NVIDIA (V100: of float16, it has no bfloat16; A100, H100, H200, Blackwell, L40S, L4, A10: half of what they give with sparsity; the
-RTX 4090 from the Ada GPU architecture white paper) and AMD (Instinct MI300X, MI325X; MI250X: one of its two dies, which
-are two devices to a program).
-"""
-
-
-def peak_tflops(device: str) -> float:
-    """Return the peak of a device by its name, 0.0 where it is not known; a slice of one (MIG) is not known."""
-    if "MIG" in device:
-        return 0.0
-    return next((peak for pattern, peak in PEAK_TFLOPS if re.search(pattern, device, re.IGNORECASE)), 0.0)
+from flashckpt.trainer.model.flops import peak_tflops
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,8 +12,8 @@ from functools import cache
 
 from flashckpt.errors import LayoutError
 from flashckpt.trainer.config import RunConfig
-from flashckpt.trainer.model_config import ModelConfig
-from flashckpt.trainer.optim_config import OptimConfig
+from flashckpt.trainer.config.model import ModelConfig
+from flashckpt.trainer.config.optim import OptimConfig
 from flashckpt.trainer.parallel.layout import Layout, expert_dimension, needs_fsdp
 from flashckpt.trainer.plan.activations import MASTER
 

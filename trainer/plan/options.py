@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flashckpt.errors import ConfigError
-from flashckpt.trainer.command_line import CommandParser
+from flashckpt.trainer.config.command_line import CommandParser
 from flashckpt.trainer.plan.failures import gpu_hours
 from flashckpt.trainer.plan.forecast import EFFICIENCY
 from flashckpt.trainer.plan.gpus import GPUS, Gpu, find_gpu

@@ -7,14 +7,14 @@ from typing import Any
 
 from flashckpt.errors import LayoutError
 from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.model.flops import count_parameters, training_days
 from flashckpt.trainer.parallel.layout import Layout, resolve_layout
+from flashckpt.trainer.parallel.schedules import bubble
 from flashckpt.trainer.plan.failures import failure_forecast, gpu_hours
-from flashckpt.trainer.plan.flops import count_parameters, training_days
 from flashckpt.trainer.plan.forecast import RESERVED, Memory, float8_rate, is_plain, memory, speed, step_time
 from flashckpt.trainer.plan.gpus import Gpu
 from flashckpt.trainer.plan.held import SLOTS, stored_bytes, zero_bytes
 from flashckpt.trainer.plan.options import PlanOptions
-from flashckpt.trainer.plan.schedules import bubble
 from flashckpt.trainer.plan.search import RECOMPUTE, Found, LayoutChoice, reasons, to_paste
 from flashckpt.trainer.plan.wire import sharded_passes
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 
 from flashckpt.errors import LayoutError
 from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.config.parallel import ParallelConfig
+from flashckpt.trainer.model.flops import count_parameters
 from flashckpt.trainer.parallel.layout import Layout, resolve_layout
-from flashckpt.trainer.parallel_config import ParallelConfig
-from flashckpt.trainer.plan.flops import count_parameters
 from flashckpt.trainer.plan.forecast import EFFICIENCY, Memory, StepTime, is_plain, memory, step_time
 from flashckpt.trainer.plan.gpus import Gpu
 

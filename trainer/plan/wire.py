@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.model.recompute import FULL, recompute_of
 from flashckpt.trainer.parallel.layout import Layout, needs_fsdp
 from flashckpt.trainer.plan.activations import MASTER, gathered_elements, itemsize
 from flashckpt.trainer.plan.gpus import Gpu
 from flashckpt.trainer.plan.held import StateBytes
-from flashckpt.trainer.plan.recompute import FULL, recompute_of
 
 NODE_LINK, NETWORK = "node", "network"
 

@@ -34,14 +34,14 @@ from flashckpt.trainer.parallel.apply import MicroBatch, build_parallel
 from flashckpt.trainer.parallel.distributed import check_root, is_first_start, note_restore, process_group
 from flashckpt.trainer.parallel.layout import Layout, resolve_layout
 from flashckpt.trainer.parallel.switches import with_precision
-from flashckpt.trainer.phases import Phase, check_layouts, phase_at, phases_of
-from flashckpt.trainer.rate_jump import rate_jump
 from flashckpt.trainer.train.anomaly import Guard
 from flashckpt.trainer.train.interludes import Interludes
 from flashckpt.trainer.train.metrics import StepRecord
 from flashckpt.trainer.train.nonfinite import report_nonfinite
 from flashckpt.trainer.train.optim import clamp_gradients, clip_gradients
 from flashckpt.trainer.train.phased_data import PhasedData
+from flashckpt.trainer.train.phases import Phase, check_layouts, phase_at, phases_of
+from flashckpt.trainer.train.rate_jump import rate_jump
 from flashckpt.trainer.train.record import RunRecord, SpikeError, say_once
 from flashckpt.trainer.train.regroup import begin_if_new, has_other_groups
 from flashckpt.trainer.train.saving import checkpointer, explain, waiting_for_data
@@ -156,7 +156,7 @@ class Trainer:
                 logging.WARNING, f"step {self.done} of {self.config.train.steps} is already trained: nothing to do"
             )
         self._open_reporter()
-        reaching.waiting = functools.partial(waiting_for_data, self)
+        reaching.waiting = functools.partial(waiting_for_data, lambda: self.ckpt)
         try:
             code = self._train(began)
         finally:
@@ -172,7 +172,9 @@ class Trainer:
     def _open_reporter(self) -> None:
         if self.reporter is not None:
             self.reporter.close()
-        self.reporter = reporter_of(self)
+        self.reporter = reporter_of(
+            self.phase.config, self.parallel, after=self.done, engine=self.watch, events=self.events
+        )
 
     def _train(self, began: str) -> int:
         interludes, phase = self._interludes(), self.phase
@@ -350,7 +352,9 @@ class Trainer:
         self.initialise()
 
     def _restore_state(self) -> None:
-        self.ckpt = checkpointer(self)
+        average = None if self.average is None else self.average.modules
+        state = {"optimizer": self.optimizers, "sampler": self.data.sampler, "run": self.record, "guard": self.guard}
+        self.ckpt = checkpointer(self.config, self.parallel, self.outer, **state, ema=average)
         if self.watch is not None:
             self.watch.attach(self.ckpt)
         try:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flashckpt.trainer.nonfatal import LineFile
+from flashckpt.trainer.train.nonfatal import LineFile
 
 TRACE = "trace.jsonl"
 ABANDONED = "abandoned.jsonl"

@@ -11,7 +11,7 @@ from flashckpt.sampler import ElasticSampler
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.data.training_data import TrainingData
 from flashckpt.trainer.data.windows import Batch, Data
-from flashckpt.trainer.phases import Phase
+from flashckpt.trainer.train.phases import Phase
 
 
 class PhasedSampler:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from flashckpt.environment import env
-from flashckpt.trainer.changes import compare, recorded_values, refuse_changes
 from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.config.changes import compare, recorded_values, refuse_changes
 from flashckpt.trainer.train.scaler import LossScaler
 
 logger = logging.getLogger(__name__)

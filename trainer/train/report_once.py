@@ -7,10 +7,10 @@ import sys
 import time
 from pathlib import Path
 
-from flashckpt.agent_folder import agent_folder, has_display, write_permanent_error
 from flashckpt.environment import env
 from flashckpt.errors import FINAL_CODES, ConfigError, FlashckptError
-from flashckpt.trainer.nonfatal import nonfatal_stream
+from flashckpt.shm.agent_folder import agent_folder, has_display, write_permanent_error
+from flashckpt.trainer.train.nonfatal import nonfatal_stream
 
 _PATIENCE_S = 5.0
 

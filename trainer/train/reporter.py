@@ -8,13 +8,12 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from flashckpt.printable import printable
-from flashckpt.trainer.changes import recorded_values
 from flashckpt.trainer.config import RunConfig, without_secrets
+from flashckpt.trainer.config.changes import recorded_values
 from flashckpt.trainer.evaluate.results import Scores, curves_of, plain_scores, score_lines
 from flashckpt.trainer.generate.samples import Sample
+from flashckpt.trainer.model.flops import flops_per_token, peak_tflops
 from flashckpt.trainer.parallel.layout import resolve_layout
-from flashckpt.trainer.plan.flops import flops_per_token
-from flashckpt.trainer.plan.gpus import peak_tflops
 from flashckpt.trainer.plan.start import expected_mfu
 from flashckpt.trainer.train.metrics import StepRecord, Trace
 from flashckpt.trainer.watch.beside import Beside

@@ -3,51 +3,39 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from flashckpt.errors import ConfigError, FlashckptError, SamplerStateError
-from flashckpt.trainer.changes import compare, other_data, refuse_changes
 from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.config.changes import compare, other_data, refuse_changes
 from flashckpt.trainer.parallel.groups import group_label
 
 if TYPE_CHECKING:
     from flashckpt import Checkpointer
     from flashckpt.trainer.optim.outer import OuterOptimizer
     from flashckpt.trainer.parallel.apply import Parallel
-    from flashckpt.trainer.train.loop import Trainer
 
 
-def checkpointer(trainer: Trainer) -> Checkpointer:
-    """Return a Checkpointer that tracks everything a resume needs."""
+def checkpointer(config: RunConfig, parallel: Parallel, outer: OuterOptimizer | None, **tracked: Any) -> Checkpointer:
+    """Return a Checkpointer that tracks everything a resume needs: the weights, and what is `tracked` beside them."""
     from flashckpt import Checkpointer
 
-    settings = trainer.config.checkpoint
+    settings = config.checkpoint
     ckpt = Checkpointer(**{**settings.plain(), "job": settings.job or None})
-    fenced = ("ema",) if trainer.outer is None else ("model", "outer")  # group weights belong to their optimizer
-    ckpt.track(**_tracked(trainer), rng=True, fenced=fenced, mesh=trainer.parallel.mesh)
+    fenced = ("ema",) if outer is None else ("model", "outer")  # group weights belong to their optimizer
+    ckpt.track(**weights_of(parallel, outer), **tracked, rng=True, fenced=fenced, mesh=parallel.mesh)
     return ckpt
 
 
 @contextlib.contextmanager
-def waiting_for_data(trainer: Trainer) -> Iterator[None]:
-    """Expect no step while data is waited for; the checkpointer of a rollback may be closed meanwhile."""
+def waiting_for_data(current: Callable[[], Checkpointer | None]) -> Iterator[None]:
+    """Expect no step while data is waited for; the `current` checkpointer of a rollback may be closed meanwhile."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(FlashckptError):
-            if trainer.ckpt is not None:
-                stack.enter_context(trainer.ckpt.paused())
+            if (ckpt := current()) is not None:
+                stack.enter_context(ckpt.paused())
         yield
-
-
-def _tracked(trainer: Trainer) -> dict[str, Any]:
-    return {
-        **weights_of(trainer.parallel, trainer.outer),
-        "optimizer": trainer.optimizers,
-        "sampler": trainer.data.sampler,
-        "run": trainer.record,
-        "guard": trainer.guard,
-        "ema": None if trainer.average is None else trainer.average.modules,
-    }
 
 
 def weights_of(parallel: Parallel, outer: OuterOptimizer | None) -> dict[str, Any]:

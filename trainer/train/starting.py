@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,13 +17,12 @@ from flashckpt.trainer.parallel.distributed import device_name
 from flashckpt.trainer.parallel.float8 import described_float8
 from flashckpt.trainer.parallel.layout import Layout, resolve_layout
 from flashckpt.trainer.parallel.switches import host_memory_switches
-from flashckpt.trainer.phases import Phase
 from flashckpt.trainer.plan.start import start_line
+from flashckpt.trainer.train.phases import Phase
 from flashckpt.trainer.train.record import say_once
 from flashckpt.trainer.train.reporter import Reporter
-
-if TYPE_CHECKING:
-    from flashckpt.trainer.train.loop import Trainer
+from flashckpt.trainer.watch.engine import EngineWatch
+from flashckpt.trainer.watch.events import Events
 
 
 def training_data(config: RunConfig, seed: int, parallel: Parallel, layout: Layout) -> TrainingData:
@@ -78,21 +76,23 @@ def announce_phase(phase: Phase) -> None:
         )
 
 
-def reporter_of(trainer: Trainer) -> Reporter | None:
+def reporter_of(
+    config: RunConfig, parallel: Parallel, *, after: int, engine: EngineWatch | None, events: Events
+) -> Reporter | None:
     """Return what writes this run's outputs, on the rank that does; it begins after the step that is done."""
-    if not trainer.parallel.reporter:
+    if not parallel.reporter:
         return None
-    device = trainer.parallel.device
+    device = parallel.device
     is_cuda = device.type == "cuda"
     reporter = Reporter(
-        trainer.phase.config,
-        world=trainer.layout.world,
-        after=trainer.done,
-        engine=trainer.watch,
-        events=trainer.events,
+        config,
+        world=parallel.layout.world,
+        after=after,
+        engine=engine,
+        events=events,
         device=device_name(device),
         device_bytes=functools.partial(torch.cuda.max_memory_allocated, device) if is_cuda else None,
     )
-    if trainer.watch is not None and trainer.watch.restored:
-        reporter.note(trainer.done, trainer.watch.restored)
+    if engine is not None and engine.restored:
+        reporter.note(after, engine.restored)
     return reporter

@@ -1,4 +1,4 @@
-"""What a person sees of a run: figures of a step, TensorBoard, wandb, plain lines or the live display.
+"""What a person sees of a run: curves, lines, the display.
 
 In: finished steps, what the engine reports. Out: curves and lines; an output that fails never ends a run.
 May import: config, nonfatal, the model's sizes, `train/metrics`.

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flashckpt.trainer.nonfatal import Nonfatal
+from flashckpt.trainer.train.nonfatal import Nonfatal
 
 logger = logging.getLogger(__name__)
 BOARD_PATIENCE = 100

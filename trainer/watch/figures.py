@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from flashckpt.environment import env
-from flashckpt.trainer.plan.flops import mfu
+from flashckpt.trainer.model.flops import mfu
 from flashckpt.trainer.train.metrics import StepRecord
 from flashckpt.trainer.watch.engine import EngineWatch
 

@@ -12,9 +12,9 @@ import signal
 import threading
 from typing import Any
 
-from flashckpt.agent_folder import agent_folder, note_display
-from flashckpt.trainer.nonfatal import write_all
+from flashckpt.shm.agent_folder import agent_folder, note_display
 from flashckpt.trainer.train.metrics import StepRecord
+from flashckpt.trainer.train.nonfatal import write_all
 from flashckpt.trainer.watch.events import Events
 from flashckpt.trainer.watch.figures import Figures
 from flashckpt.trainer.watch.plain import StepPace, progress_text

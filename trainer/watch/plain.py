@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from flashckpt.trainer.nonfatal import nonfatal_stream
 from flashckpt.trainer.train.metrics import StepRecord
+from flashckpt.trainer.train.nonfatal import nonfatal_stream
 from flashckpt.trainer.watch.figures import Figures
 
 

@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import is_fake
 from torch.profiler import ProfilerActivity, profile
 
-from flashckpt.trainer.nonfatal import Nonfatal
+from flashckpt.trainer.train.nonfatal import Nonfatal
 from flashckpt.trainer.watch.profile_range import ProfileRange
 
 logger = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from flashckpt.environment import env
-from flashckpt.trainer.log_config import LogConfig
-from flashckpt.trainer.nonfatal import Nonfatal
+from flashckpt.trainer.config.log import LogConfig
 from flashckpt.trainer.train.metrics import ABANDONED
+from flashckpt.trainer.train.nonfatal import Nonfatal
 
 logger = logging.getLogger(__name__)
 RUN_ID = "wandb-run"

@@ -17,13 +17,13 @@ from safetensors.torch import load_file
 from support.ranks import run_ranks, values
 from support.training import run_config, write_corpus
 
-import flashckpt.checkpointer  # noqa: F401 -- imported before the fork, so that ranks start in 0.2 s
+import flashckpt.session.checkpointer  # noqa: F401 -- imported before the fork, so that ranks start in 0.2 s
 from flashckpt.checkpoint import direct_writer
 from flashckpt.errors import ConfigError
 from flashckpt.trainer.__main__ import main
 from flashckpt.trainer.config import RunConfig, from_values, to_values
+from flashckpt.trainer.data.byte_tokenizer import byte_tokenizer
 from flashckpt.trainer.evaluate.check import check
-from flashckpt.trainer.hub.byte_tokenizer import byte_tokenizer
 from flashckpt.trainer.hub.hub_config import from_hub
 from flashckpt.trainer.hub.source import HubFolder
 from flashckpt.trainer.hub.start import with_model_of_weights

@@ -29,11 +29,11 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _NodeDesc,
 )
 
-from flashckpt import job_key
 from flashckpt.daemon.launcher import job_secret, shared_state
 from flashckpt.daemon.launcher.job_secret import Seal, UnsealedError
 from flashckpt.daemon.launcher.shared_state import JobState
 from flashckpt.errors import ConfigError
+from flashckpt.shm import job_key
 from flashckpt.shm.job_directory import memory_root
 
 pytestmark = pytest.mark.timeout(300)
@@ -43,7 +43,7 @@ import os, sys, time, torch.distributed as dist
 dist.init_process_group("gloo")
 dist.barrier()
 assert not [name for name in os.environ if name.startswith("FLASHCKPT_JOB_SECRET")]
-from flashckpt.job_key import ranks_key
+from flashckpt.shm.job_key import ranks_key
 open(f"{sys.argv[1]}/key{dist.get_rank()}", "w").write(ranks_key().hex())
 mode = os.stat(os.path.join(os.environ["FLASHCKPT_AGENT_DIR"], "key")).st_mode & 0o7777 if ranks_key() else 0o600
 assert mode == 0o600, mode

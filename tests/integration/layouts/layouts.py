@@ -25,7 +25,7 @@ from support.agents import pretend_agent
 from support.ranks import run_ranks, values
 from support.training import run_config, write_corpus
 
-import flashckpt.checkpointer  # noqa: F401 -- imported before the fork, so that ranks start in 0.2 s
+import flashckpt.session.checkpointer  # noqa: F401 -- imported before the fork, so that ranks start in 0.2 s
 from flashckpt.sampler import ElasticSampler
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.trainer.config import from_values, to_values
@@ -140,7 +140,7 @@ def local_bytes(trainer: Any) -> int:
 
 def note_reports() -> list[Any]:
     """Return a list that receives the report of each restore of this process."""
-    from flashckpt.checkpointer import Checkpointer
+    from flashckpt.session.checkpointer import Checkpointer
 
     restore, reports = Checkpointer.restore, []
 

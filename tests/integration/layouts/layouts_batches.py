@@ -17,7 +17,7 @@ from support.documents import documents_run, write_documents
 from support.ranks import run_ranks, values
 from support.training import floats, run_config, train_rank, write_corpus
 
-import flashckpt.checkpointer  # noqa: F401 -- imported before the fork, so that ranks start in 0.2 s
+import flashckpt.session.checkpointer  # noqa: F401 -- imported before the fork, so that ranks start in 0.2 s
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.trainer.config import from_values, to_values
 from flashckpt.trainer.demo.run import stop_daemon
@@ -28,8 +28,8 @@ from flashckpt.trainer.model.transformer import Transformer
 from flashckpt.trainer.optim.builders import build_optimizers
 from flashckpt.trainer.parallel.distributed import process_group
 from flashckpt.trainer.parallel.layout import MULTI_STAGE, SINGLE_STAGE, resolve_layout
-from flashckpt.trainer.rate import learning_rate
 from flashckpt.trainer.train import loop
+from flashckpt.trainer.train.rate import learning_rate
 
 STEPS = 3
 BATCH = 7

@@ -17,7 +17,7 @@ from support.ranks import run_ranks, values
 from support.training import floats, parameter_digest, run_config, train_rank, write_corpus
 from torch import Tensor
 
-import flashckpt.checkpointer  # noqa: F401 -- imported before the fork, so that ranks start in 0.2 s
+import flashckpt.session.checkpointer  # noqa: F401 -- imported before the fork, so that ranks start in 0.2 s
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.trainer.config import from_values, to_values
 from flashckpt.trainer.model import ring

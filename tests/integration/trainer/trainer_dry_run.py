@@ -17,16 +17,16 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import flashckpt.checkpointer  # noqa: F401 -- imported before the fork, so that ranks start in 0.2 s
+import flashckpt.session.checkpointer  # noqa: F401 -- imported before the fork, so that ranks start in 0.2 s
 from flashckpt.checkpoint.catalog import list_checkpoints, read_manifest
 from flashckpt.storage.factory import open_store
 from flashckpt.trainer.config import from_values, to_values
 from flashckpt.trainer.dry_run.command import describe
 from flashckpt.trainer.dry_run.options import DryRunOptions
+from flashckpt.trainer.model.flops import count_parameters
 from flashckpt.trainer.parallel.apply import local_tensor
 from flashckpt.trainer.parallel.distributed import process_group
 from flashckpt.trainer.parallel.layout import resolve_layout
-from flashckpt.trainer.plan.flops import count_parameters
 from flashckpt.trainer.plan.held import held as plan_held
 from flashckpt.trainer.train.loop import Trainer, prepare
 

@@ -12,7 +12,7 @@ from support.dlrun import run_dlrun
 from support.ranks import run_ranks, values, wait_for
 from support.training import run_config, write_corpus
 
-import flashckpt.checkpointer  # noqa: F401 -- imported before the fork, so that ranks start in 0.2 s
+import flashckpt.session.checkpointer  # noqa: F401 -- imported before the fork, so that ranks start in 0.2 s
 from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.errors import DivergedError
 from flashckpt.shm.job_directory import memory_root

@@ -11,7 +11,7 @@ import pytest
 from support.ranks import run_ranks, values
 from support.training import run_config, run_rank, write_corpus
 
-import flashckpt.checkpointer  # noqa: F401 -- imported before the fork, so that ranks start in 0.2 s
+import flashckpt.session.checkpointer  # noqa: F401 -- imported before the fork, so that ranks start in 0.2 s
 from flashckpt.errors import ConfigError
 from flashckpt.interop import safetensors_files as st
 from flashckpt.trainer.config import RunConfig, from_values, to_values

@@ -22,9 +22,9 @@ from flashckpt.errors import FINAL_CODES, ConfigError, FlashckptError
 from flashckpt.trainer.config import to_toml
 from flashckpt.trainer.evaluate.results import Scores
 from flashckpt.trainer.generate.samples import Sample
-from flashckpt.trainer.nonfatal import LineFile, Nonfatal, NonfatalStream
 from flashckpt.trainer.parallel.distributed import note_restore
 from flashckpt.trainer.train.metrics import StepRecord, Trace, read_trace
+from flashckpt.trainer.train.nonfatal import LineFile, Nonfatal, NonfatalStream
 from flashckpt.trainer.train.report_once import report_once
 from flashckpt.trainer.train.reporter import Reporter
 from flashckpt.trainer.watch.board import BOARD_PATIENCE, Board

@@ -12,7 +12,7 @@ from support import warm
 from support.ranks import run_ranks, values, wait_for
 from support.training import run_config, run_rank, write_corpus
 
-import flashckpt.checkpointer  # noqa: F401 -- imported before the fork, so that ranks start in 0.2 s
+import flashckpt.session.checkpointer  # noqa: F401 -- imported before the fork, so that ranks start in 0.2 s
 from flashckpt.errors import RESUME_EXIT_CODE
 from flashckpt.shm.job_directory import JobDirectory, memory_root
 from flashckpt.trainer.config import from_values, to_toml, to_values

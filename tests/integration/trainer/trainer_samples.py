@@ -12,7 +12,7 @@ import pytest
 from support.ranks import run_ranks, values, wait_for
 from support.training import run_config, run_rank, write_corpus
 
-import flashckpt.checkpointer  # noqa: F401 -- imported before the fork, so that ranks start in 0.2 s
+import flashckpt.session.checkpointer  # noqa: F401 -- imported before the fork, so that ranks start in 0.2 s
 from flashckpt.trainer.config import to_toml, to_values
 from flashckpt.trainer.demo.report import compare_traces
 from flashckpt.trainer.train.metrics import read_trace

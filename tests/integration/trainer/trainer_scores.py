@@ -13,8 +13,8 @@ from support.evaluation import write_evaluation
 from support.ranks import run_ranks, values
 from support.training import run_config, run_rank, write_corpus
 
+from flashckpt.core.settings import Settings
 from flashckpt.errors import NoCheckpointError
-from flashckpt.settings import Settings
 from flashckpt.trainer.config import RunConfig, from_values, to_toml, to_values
 from flashckpt.trainer.data.sets import prepare_sets
 from flashckpt.trainer.evaluate.command import evaluate

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from support.dlrun import run_dlrun
 
-from flashckpt.checkpointer import Checkpointer
 from flashckpt.cli import main as command
 from flashckpt.daemon.launcher import cli
 from flashckpt.daemon.persister import service
@@ -19,6 +18,7 @@ from flashckpt.daemon.persister.timeouts import DaemonTimeouts
 from flashckpt.environment import STARTS, TABLE, Variable, env
 from flashckpt.errors import ConfigError
 from flashckpt.native.copying import IMPLEMENTATIONS
+from flashckpt.session.checkpointer import Checkpointer
 from flashckpt.trainer import __main__ as trainer
 
 NUMBERS = ("abc", "1,5", "nan", "inf", "-1e9", "0x10", "1e99s")

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from support.agents import pretend_agent
 
-from flashckpt import agent_folder, job_key
 from flashckpt.errors import ConfigError
 from flashckpt.peer_link import PeerLink, StrangerError
 from flashckpt.replicate.connections import linked
 from flashckpt.replicate.records import ReplicaSession
+from flashckpt.shm import agent_folder, job_key
 
 SECRET = b"correct-horse-battery-staple"
 DRAWN = b"s" * 32

@@ -29,7 +29,6 @@ from support.ranks import wait_for
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import DistNetworkError
 
-from flashckpt import agent_folder
 from flashckpt.daemon.launcher import budget, failure, findings, hang, ledger, reporting, stop
 from flashckpt.daemon.launcher.agent import DlrunAgent
 from flashckpt.daemon.launcher.rounds import JobNotes
@@ -37,6 +36,7 @@ from flashckpt.daemon.launcher.watch import JobWatch
 from flashckpt.daemon.machine.process import adopt_parent, exit_code, thread_count
 from flashckpt.daemon.zygote import messages, server
 from flashckpt.errors import DamagedError
+from flashckpt.shm import agent_folder
 from flashckpt.shm.job_directory import JobDirectory
 
 

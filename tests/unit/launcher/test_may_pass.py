@@ -15,7 +15,6 @@ from support.agents import pretend_agent
 from torch.distributed import DistNetworkError, DistStoreError
 
 from flashckpt import Checkpointer, errors
-from flashckpt.agent_folder import read_permanent_error, waited_at
 from flashckpt.checkpoint import root_summary
 from flashckpt.daemon.launcher.budget import LONGEST_PAUSE_S, Budget
 from flashckpt.daemon.launcher.failure import FailureReport, WorkerExit
@@ -23,6 +22,7 @@ from flashckpt.daemon.launcher.options import LaunchOutcome
 from flashckpt.daemon.zygote import worker
 from flashckpt.errors import FINAL_CODES, PASSING_CODES, DataError, FlashckptError, RootError, StoreError
 from flashckpt.restore import gather
+from flashckpt.shm.agent_folder import read_permanent_error, waited_at
 from flashckpt.storage.conditional import UnknownRequestError
 from flashckpt.storage.fsspec_store import FsspecStore
 from flashckpt.storage.posix import PosixStore

@@ -11,10 +11,10 @@ from support.engine import agent_dir
 from support.ranks import run_ranks, values
 from support.spread import lose, train_spread
 
-from flashckpt import agent_folder
 from flashckpt.errors import DamagedError
-from flashckpt.job_key import derived
 from flashckpt.restore import gather
+from flashckpt.shm import agent_folder
+from flashckpt.shm.job_key import derived
 
 pytestmark = pytest.mark.timeout(600)
 KEY = derived(b"correct-horse-battery-staple", "ranks")

@@ -428,7 +428,7 @@ def trains_with_a_watched_store(rank: int, root: str) -> dict[str, Any]:
     """Two nodes of one rank each; what is common is waited for between steps, outside `ckpt.step()`."""
     import torch.distributed as dist
 
-    from flashckpt import node_place
+    from flashckpt.session import node_place
 
     watched = WatchedStore(dist.distributed_c10d._get_default_store())
     node_place._c10d_store = lambda: watched

@@ -21,12 +21,12 @@ from flashckpt.sampler import ParquetRows, TokenFile
 from flashckpt.sampler.datasets import reaching
 from flashckpt.sampler.datasets.remote_file import RemoteFile
 from flashckpt.trainer.config import from_values
+from flashckpt.trainer.config.data import SourceConfig
 from flashckpt.trainer.data.documents import documents_of, parts_of
 from flashckpt.trainer.data.files import matching_files
 from flashckpt.trainer.data.mixed import MixedDataset
 from flashckpt.trainer.data.training_data import TrainingData
 from flashckpt.trainer.data.vocabulary import read_vocabulary
-from flashckpt.trainer.data_config import SourceConfig
 
 
 class Server:

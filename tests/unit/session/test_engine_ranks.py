@@ -264,7 +264,8 @@ def steps_bare(rank: int, root: str) -> dict[str, float]:
     import torch.distributed as dist
     from support.engine import parallel_net
 
-    from flashckpt import Checkpointer, collectives, session
+    from flashckpt import Checkpointer, collectives
+    from flashckpt.session import session
     from flashckpt.state.registry import StateRegistry
 
     model, mesh = parallel_net("fsdp")

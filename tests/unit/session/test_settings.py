@@ -16,11 +16,11 @@ import torch
 from support.one_rank import agent_of_the_test, crash, finished, opened  # noqa: F401 -- fixtures
 
 from flashckpt import Checkpointer
+from flashckpt.core.settings import MAX_STEP, Settings, next_step
 from flashckpt.core.superblock import MAX_SLOTS
-from flashckpt.durability import Wanted
 from flashckpt.errors import ConfigError
 from flashckpt.report import RestoreReport
-from flashckpt.settings import MAX_STEP, Settings, next_step
+from flashckpt.session.durability import Wanted
 from flashckpt.shm.job_directory import JobConfig, JobDirectory
 from flashckpt.shm.job_id import root_url
 from flashckpt.shm.roots import local_path
@@ -109,9 +109,7 @@ def test_what_a_restart_finds_in_memory_is_not_owed_where_no_step_is_due(tmp_pat
         assert wanted.due == due
 
 
-def test_trainer_sets_every_setting_of_the_engine_by_its_name_and_hands_it_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trainer_sets_every_setting_of_the_engine_by_its_name_and_hands_it_on(tmp_path: Path) -> None:
     values = {
         "root": f"file://{tmp_path}", "job": "mine", "snapshot_every": 2, "persist_every": "never", "keep_last": "all", "keep_every": 100,
         "slots": 4, "storage_options": {}, "compression": "zstd:3", "replicate": 1, "replicate_every": 3, "replicate_rate": 5,
@@ -121,13 +119,12 @@ def test_trainer_sets_every_setting_of_the_engine_by_its_name_and_hands_it_on(
     run = trainer_config.read_config(None, words)
     assert run == trainer_config.from_values({"checkpoint": values})
     assert run == trainer_config.from_values(tomllib.loads(trainer_config.to_toml(run)))
-    monkeypatch.setattr(saving, "_tracked", lambda _: {"ema": None})
-    parallel = SimpleNamespace(mesh=None)
-    ckpt = saving.checkpointer(SimpleNamespace(config=run, outer=None, parallel=parallel))  # type: ignore[arg-type]
+    parallel: Any = SimpleNamespace(mesh=None, parts=None)
+    ckpt = saving.checkpointer(run, parallel, None, ema=None)
     assert ckpt._settings == run.checkpoint
     assert (ckpt._settings.persist_every, ckpt._settings.keep_last) == (None, None)
     bare = trainer_config.from_values({"checkpoint": {"root": str(tmp_path)}})
-    ckpt = saving.checkpointer(SimpleNamespace(config=bare, outer=None, parallel=parallel))  # type: ignore[arg-type]
+    ckpt = saving.checkpointer(bare, parallel, None, ema=None)
     assert replace(ckpt._settings, root="", job="") == Settings()
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from support.agents import pretend_agent
 
-from flashckpt import stop_signals
+from flashckpt.session import stop_signals
+from flashckpt.session.stop_signals import SIGNALS, DeferredSignals
 from flashckpt.shm.control import CLOSED, Control
-from flashckpt.stop_signals import SIGNALS, DeferredSignals
 
 LEFT, OWN = 7, 9
 TORCH: Any = stop_signals._torch

@@ -16,12 +16,13 @@ from support.proxy import Proxy
 from support.ranks import wait_for
 from support.s3 import s3_server
 
-from flashckpt import Checkpointer, durability
+from flashckpt import Checkpointer
 from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister import attempts, coordinator, service
 from flashckpt.daemon.persister.service import Daemon
 from flashckpt.errors import PersistError, StoreError, UnsupportedStateError
+from flashckpt.session import durability
 from flashckpt.shm.job_directory import DaemonStatus, JobDirectory
 from flashckpt.storage.factory import open_store
 

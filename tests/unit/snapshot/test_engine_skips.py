@@ -21,9 +21,9 @@ from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister import coordinator
 from flashckpt.daemon.persister.service import Daemon
+from flashckpt.session.skips import Skips
 from flashckpt.shm.inventory import pin_all, release, scan
 from flashckpt.shm.job_directory import JobDirectory
-from flashckpt.skips import Skips
 from flashckpt.storage.factory import open_store
 
 
@@ -143,7 +143,7 @@ def test_the_snapshot_of_a_stop_is_taken_even_if_its_slot_is_pinned_for_a_while(
             if len(slept) == 3:
                 stack.close()
 
-        patch.setattr("flashckpt.session.time.sleep", sleep)
+        patch.setattr("flashckpt.session.session.time.sleep", sleep)
         ckpt.step(3)
     assert len(slept) >= 3
     assert ckpt.should_stop

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from flashckpt.trainer.config import from_values
+from flashckpt.trainer.config.parallel import Recompute
 from flashckpt.trainer.model.initial import fill, materialise
 from flashckpt.trainer.model.moe import choose_products, described_products
 from flashckpt.trainer.model.transformer import Transformer
 from flashckpt.trainer.parallel.apply import build_stage
-from flashckpt.trainer.parallel_config import Recompute
 
 pytestmark = pytest.mark.filterwarnings("default")  # torch warns about its own look at a tensor's .grad
 

@@ -21,6 +21,7 @@ from support.megatron import write_megatron
 from flashckpt.errors import ConfigError, DataError
 from flashckpt.sampler import JsonLines, MegatronFile, TextLines, TokenFile
 from flashckpt.trainer.config import from_values, read_config
+from flashckpt.trainer.config.eval import ProbeConfig
 from flashckpt.trainer.data import vocabulary
 from flashckpt.trainer.data.command import data as data_command
 from flashckpt.trainer.data.corpus import _file_texts, is_held_out
@@ -31,7 +32,6 @@ from flashckpt.trainer.data.prepared import check_sources
 from flashckpt.trainer.data.questions import read_questions
 from flashckpt.trainer.data.token_windows import Shards
 from flashckpt.trainer.data.vocabulary import Vocabulary, train_bpe
-from flashckpt.trainer.eval_config import ProbeConfig
 
 WORDS = [f"Gr\u00fc\u00dfe {number} aus K\u00f6ln, caf\u00e9 \u00e0 la carte" for number in range(60)]
 LINES = [json.dumps({"text": one, "prompt": one, "target": "x"}, ensure_ascii=False) for one in WORDS]

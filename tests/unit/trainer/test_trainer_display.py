@@ -15,9 +15,9 @@ from support.agents import pretend_agent
 from support.ranks import wait_for
 from support.screen import Terminal, terminal
 
-from flashckpt import agent_folder
-from flashckpt.trainer.nonfatal import NonfatalStream, nonfatal_streams
+from flashckpt.shm import agent_folder
 from flashckpt.trainer.train.metrics import StepRecord
+from flashckpt.trainer.train.nonfatal import NonfatalStream, nonfatal_streams
 from flashckpt.trainer.train.report_once import report_once
 from flashckpt.trainer.watch import panel
 from flashckpt.trainer.watch.events import KEPT, Event, Events

@@ -16,14 +16,14 @@ from support.evaluation import CHOICE, PAIRS, PROBABILITY, TEXTS, write_evaluati
 from support.training import run_config, write_corpus
 
 from flashckpt.errors import ConfigError, DataError
-from flashckpt.trainer.changes import recorded_values
 from flashckpt.trainer.config import RunConfig, from_values, read_config, to_toml, without_secrets
+from flashckpt.trainer.config.changes import recorded_values
+from flashckpt.trainer.config.eval import ProbeConfig
 from flashckpt.trainer.data.mixed import MixedDataset
 from flashckpt.trainer.data.prepare import prepare
 from flashckpt.trainer.data.questions import read_questions
 from flashckpt.trainer.data.sets import check_evaluation, prepare_sets, run_vocabulary, sets_of
 from flashckpt.trainer.data.vocabulary import Vocabulary, train_bpe
-from flashckpt.trainer.eval_config import ProbeConfig
 from flashckpt.trainer.evaluate.probes import Probe, continued, open_probes
 from flashckpt.trainer.evaluate.results import Score, Scores, curves_of, plain_scores, score_lines, score_table
 from flashckpt.trainer.evaluate.rows import NO_TARGET, RowScores, chunks_of

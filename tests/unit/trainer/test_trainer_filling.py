@@ -11,7 +11,7 @@ import torch
 from support.ranks import run_ranks, values
 from support.training import run_config, write_corpus
 
-import flashckpt.checkpointer  # noqa: F401 -- imported before the fork, so that ranks start in 0.2 s
+import flashckpt.session.checkpointer  # noqa: F401 -- imported before the fork, so that ranks start in 0.2 s
 from flashckpt.trainer.config import from_values, to_values
 from flashckpt.trainer.model import initial
 from flashckpt.trainer.model.counter_normal import fill_normal, stream_keys

@@ -7,8 +7,8 @@ import torch
 from support.training import run_config
 
 from flashckpt.errors import ConfigError
+from flashckpt.trainer.config.model import ModelConfig
 from flashckpt.trainer.model.transformer import Transformer
-from flashckpt.trainer.model_config import ModelConfig
 from flashckpt.trainer.parallel.distributed import process_group
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

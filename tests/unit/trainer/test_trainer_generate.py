@@ -16,10 +16,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import flashckpt.checkpointer  # noqa: F401 -- imported before the fork, so that ranks start in 0.2 s
+import flashckpt.session.checkpointer  # noqa: F401 -- imported before the fork, so that ranks start in 0.2 s
 from flashckpt.checkpoint import direct_writer
 from flashckpt.errors import ConfigError, NoCheckpointError
 from flashckpt.trainer.__main__ import main
+from flashckpt.trainer.config.model import ModelConfig
+from flashckpt.trainer.config.sample import Choice
 from flashckpt.trainer.generate.codec import LibraryStream, TextCodec
 from flashckpt.trainer.generate.sampling import Chooser, continuation
 from flashckpt.trainer.hub.families import tensors_of
@@ -27,8 +29,6 @@ from flashckpt.trainer.hub.hub_config import to_hub
 from flashckpt.trainer.model.cache import KeyValueCache
 from flashckpt.trainer.model.initial import fill
 from flashckpt.trainer.model.transformer import Transformer
-from flashckpt.trainer.model_config import ModelConfig
-from flashckpt.trainer.sample_config import Choice
 
 SMALL: dict[str, Any] = {"dim": 32, "layers": 3, "heads": 4, "kv_heads": 2, "ffn": 48}
 MODELS = {
@@ -172,7 +172,7 @@ def asked(capsys: Any, *words: str, code: int = 0) -> dict[str, Any]:
 
 def write_folder(folder: Path, config: ModelConfig, **changes: Any) -> Path:
     """Write a Hugging Face folder with a tokenizer of bytes."""
-    from flashckpt.trainer.hub.byte_tokenizer import byte_tokenizer
+    from flashckpt.trainer.data.byte_tokenizer import byte_tokenizer
 
     model = model_of(config)
     held = dict(model.named_parameters())

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from flashckpt.trainer.config.model import ModelConfig
 from flashckpt.trainer.model import grouped
 from flashckpt.trainer.model.grouped import obstacle
 from flashckpt.trainer.model.moe import Experts, MixtureOfExperts, choose_products, described_products
-from flashckpt.trainer.model_config import ModelConfig
 
 CPU = torch.device("cpu")
 

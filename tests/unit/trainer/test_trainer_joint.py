@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from flashckpt.trainer.config import from_values
+from flashckpt.trainer.config.model import ModelConfig
 from flashckpt.trainer.model import joint, products
 from flashckpt.trainer.model.joint import Linear
 from flashckpt.trainer.model.moe import FeedForward
 from flashckpt.trainer.model.positions import make_positions, with_documents
 from flashckpt.trainer.model.transformer import Attention
-from flashckpt.trainer.model_config import ModelConfig
 from flashckpt.trainer.parallel.apply import _build_part
 from flashckpt.trainer.parallel.layout import resolve_layout
 

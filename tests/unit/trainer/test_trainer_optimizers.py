@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 from flashckpt.errors import ConfigError, LayoutError
-from flashckpt.trainer.changes import compare, recorded_values
 from flashckpt.trainer.config import RunConfig, from_values, read_config, to_toml
+from flashckpt.trainer.config.changes import compare, recorded_values
+from flashckpt.trainer.config.model import ModelConfig
+from flashckpt.trainer.config.optim import EmaConfig, GroupConfig, OptimConfig, parameter_names
 from flashckpt.trainer.model.transformer import Transformer
-from flashckpt.trainer.model_config import ModelConfig
 from flashckpt.trainer.optim.average import WeightAverage
 from flashckpt.trainer.optim.builders import apply_settings, build_optimizers, set_rate, settings_of
-from flashckpt.trainer.optim_config import EmaConfig, GroupConfig, OptimConfig, parameter_names
-from flashckpt.trainer.phases import check_layouts, phases_of
-from flashckpt.trainer.rate import learning_rate
+from flashckpt.trainer.train.phases import check_layouts, phases_of
+from flashckpt.trainer.train.rate import learning_rate
 
 SMALL = {"dim": 8, "layers": 2, "heads": 2, "kv_heads": 1, "ffn": 16, "vocab": 256}
 MODELS: list[dict[str, Any]] = [

@@ -11,10 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 from flashckpt.errors import ConfigError, LayoutError
 from flashckpt.trainer.config import from_values
+from flashckpt.trainer.config.model import ModelConfig
 from flashckpt.trainer.hub.start import refuse_other_model
 from flashckpt.trainer.model.moe import MixtureOfExperts
 from flashckpt.trainer.model.router_loss import balance_loss, set_router_scale
-from flashckpt.trainer.model_config import ModelConfig
 from flashckpt.trainer.parallel.layout import resolve_layout
 
 AUX, Z = 0.3, 0.2

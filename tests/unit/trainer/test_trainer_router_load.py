@@ -10,13 +10,13 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from flashckpt.errors import ConfigError, LayoutError
-from flashckpt.trainer.changes import compare, recorded_values, refuse_changes
 from flashckpt.trainer.config import RunConfig, from_values
+from flashckpt.trainer.config.changes import compare, recorded_values, refuse_changes
+from flashckpt.trainer.config.model import ModelConfig
 from flashckpt.trainer.hub.hub_config import to_hub
 from flashckpt.trainer.hub.start import refuse_other_model
 from flashckpt.trainer.model.moe import MixtureOfExperts
 from flashckpt.trainer.model.router_load import choose, move_bias
-from flashckpt.trainer.model_config import ModelConfig
 from flashckpt.trainer.parallel.layout import resolve_layout
 from flashckpt.trainer.train.metrics import StepRecord
 from flashckpt.trainer.watch.figures import Figures, curves

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from flashckpt.errors import ConfigError, LayoutError
-from flashckpt.trainer.changes import compare, recorded_values
 from flashckpt.trainer.config import from_values
+from flashckpt.trainer.config.changes import compare, recorded_values
 from flashckpt.trainer.parallel.groups import refuse_check
 from flashckpt.trainer.parallel.layout import expert_dimension, resolve_layout
 from flashckpt.trainer.parallel.switches import with_precision

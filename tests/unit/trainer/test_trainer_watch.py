@@ -16,11 +16,10 @@ from support.training import run_config
 
 from flashckpt.errors import ConfigError
 from flashckpt.report import RestoreReport
-from flashckpt.trainer.changes import recorded_values
 from flashckpt.trainer.config import from_values
-from flashckpt.trainer.model_config import ModelConfig
-from flashckpt.trainer.plan.flops import count_parameters, flops_per_token
-from flashckpt.trainer.plan.gpus import peak_tflops
+from flashckpt.trainer.config.changes import recorded_values
+from flashckpt.trainer.config.model import ModelConfig
+from flashckpt.trainer.model.flops import count_parameters, flops_per_token, peak_tflops
 from flashckpt.trainer.train.metrics import StepRecord, Trace
 from flashckpt.trainer.train.reporter import Reporter
 from flashckpt.trainer.watch import beside

@@ -17,8 +17,8 @@ from typing import Any
 
 from torch.utils.data import _utils
 
-from flashckpt.agent_folder import agent_folder
 from flashckpt.errors import DamagedError
+from flashckpt.shm.agent_folder import agent_folder
 from flashckpt.shm.control import CLOSED, Control, ControlRow
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)

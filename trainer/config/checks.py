@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from flashckpt.errors import ConfigError, LayoutError
-from flashckpt.trainer.log_config import DISPLAYS, WANDB_MODES
-from flashckpt.trainer.optim_config import DECAY_SHAPES, MUON_RATES, OPTIMIZERS, SCHEDULES
+from flashckpt.trainer.config.log import DISPLAYS, WANDB_MODES
+from flashckpt.trainer.config.optim import DECAY_SHAPES, MUON_RATES, OPTIMIZERS, SCHEDULES
 
 Values: TypeAlias = Mapping[str, Mapping[str, Any]]
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from flashckpt.errors import ConfigError
 from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.config.phase import PhaseConfig
 from flashckpt.trainer.parallel.layout import resolve_layout
-from flashckpt.trainer.phase_config import PhaseConfig
-from flashckpt.trainer.rate import learning_rate
+from flashckpt.trainer.train.rate import learning_rate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

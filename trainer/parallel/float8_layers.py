@@ -6,9 +6,8 @@ import importlib.util
 
 from flashckpt.errors import ConfigError, LayoutError
 from flashckpt.trainer.config import RunConfig
-from flashckpt.trainer.model_config import ModelConfig
-from flashckpt.trainer.plan.gpus import Gpu
-from flashckpt.trainer.plan.recompute import RECOMPUTES_ATTENTION, RECOMPUTES_FEED_FORWARD, recompute_of
+from flashckpt.trainer.config.model import ModelConfig
+from flashckpt.trainer.model.recompute import RECOMPUTES_ATTENTION, RECOMPUTES_FEED_FORWARD, recompute_of
 
 MULTIPLE = 16
 """Sizes of float8 products are multiples of it: rows and columns of a rank's weights, and tokens, over which gradients of weights add up."""
@@ -112,18 +111,3 @@ def needs_device(found: str) -> ConfigError:
         state="Nothing was started.",
         remedy='set train.float8 = "off", or train.float8_emulate = true to try it at the speed of float32',
     )
-
-
-def refuse_plan(config: RunConfig, gpu: Gpu, *, measures: bool) -> None:
-    """Raise ConfigError if a plan is for a GPU without the float8 products that a run asks for, or would time others."""
-    if not uses_float8(config):
-        return
-    if gpu.device and not gpu.float8_flops and not config.train.float8_emulate:
-        raise needs_device(gpu.device)
-    if measures:
-        raise ConfigError(
-            "--measure does not time products in float8",
-            found=f"train.float8 = {config.train.float8}",
-            expected='train.float8 = "off", or a plan without --measure',
-            state="Nothing was computed.",
-        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from flashckpt.trainer.optim_config import OptimConfig
+from flashckpt.trainer.config.optim import OptimConfig
 
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:

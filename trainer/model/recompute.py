@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashckpt.errors import LayoutError
-from flashckpt.trainer.parallel_config import RECOMPUTE_MODES, Recompute
+from flashckpt.trainer.config.parallel import RECOMPUTE_MODES, Recompute
 
 FULL, FEED_FORWARD, SELECTIVE, KEPT = "full", "ffn", "selective", "none"
 RECOMPUTES_FEED_FORWARD = (FULL, FEED_FORWARD)

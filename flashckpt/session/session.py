@@ -11,23 +11,23 @@ from collections import defaultdict
 from collections.abc import Collection
 from typing import Any
 
-from flashckpt import callbacks
-from flashckpt.agent_folder import agent_folder
+from flashckpt.core.settings import next_step
 from flashckpt.core.snapshot_id import SnapshotId, SnapshotRequest
-from flashckpt.durability import Waiting, Wanted, persisting_fails
 from flashckpt.errors import DamagedError, FormatVersionError, UnsupportedStateError
 from flashckpt.logs import guarded
-from flashckpt.node_place import Callback, NodePlace, OpenedJob
-from flashckpt.settings import next_step
+from flashckpt.session import callbacks
+from flashckpt.session.durability import Waiting, Wanted, persisting_fails
+from flashckpt.session.node_place import Callback, NodePlace, OpenedJob
+from flashckpt.session.skips import Skips
+from flashckpt.session.stop_signals import DeferredSignals
+from flashckpt.shm.agent_folder import agent_folder
 from flashckpt.shm.control import CLOSED
 from flashckpt.shm.job_directory import NO_STATUS, DaemonStatus
 from flashckpt.shm.persister_owner import REPEAT_S
-from flashckpt.skips import Skips
 from flashckpt.snapshot.copy_plan import CopyPlan, CurrentPlan
 from flashckpt.snapshot.stager import Snapshot, Stager, StaleWatch
 from flashckpt.state import samplers
 from flashckpt.state.samplers import Commits
-from flashckpt.stop_signals import DeferredSignals
 
 _log = guarded(logging.getLogger("flashckpt"))
 _POLL_S = 0.002

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashckpt.errors import ConfigError
-from flashckpt.trainer.optim_config import DECAY_SHAPES, SCHEDULES
+from flashckpt.trainer.config.optim import DECAY_SHAPES, SCHEDULES
 
 UNSET = -1.0
 

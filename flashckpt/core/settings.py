@@ -16,10 +16,11 @@ import msgpack
 
 from flashckpt.core.superblock import MAX_SLOTS, MIN_SLOTS
 from flashckpt.errors import ConfigError
-from flashckpt.planning.partners import MOST_REPLICAS
 
 MAX_STEP = 10**15
 """Largest step number, and largest interval: far from the end of a signed 64-bit word."""
+MOST_REPLICAS = 2
+"""Most partners of a node."""
 MAX_COMPRESSION_LEVEL = 19
 _COMPRESSIONS = f'"off", "auto", "zstd" or "zstd:LEVEL" with LEVEL 1 to {MAX_COMPRESSION_LEVEL}'
 _OF_GENERATORS = ("get_state", "getstate", "bit_generator", "state_dict")

@@ -10,8 +10,8 @@ import hmac
 import os
 from collections.abc import Mapping
 
-from flashckpt import agent_folder
 from flashckpt.environment import Environment
+from flashckpt.shm import agent_folder
 
 
 def derived(secret: bytes, purpose: str) -> bytes:

@@ -13,17 +13,18 @@ from typing import Any
 
 from typing_extensions import Self
 
-from flashckpt import callbacks, collectives
+from flashckpt import collectives
+from flashckpt.core.settings import Settings, tracking_settings
 from flashckpt.environment import env
 from flashckpt.errors import ConfigError, FlashckptError, PersistError
 from flashckpt.logs import guarded, notice, show_own_errors_plainly
-from flashckpt.opening import Opening
 from flashckpt.report import RestoreReport
 from flashckpt.restore.coordinator import RestoreCoordinator, RestoreRequest
 from flashckpt.restore.executor import collector_paused
 from flashckpt.restore.reader import Reader
-from flashckpt.session import Session
-from flashckpt.settings import Settings, tracking_settings
+from flashckpt.session import callbacks
+from flashckpt.session.opening import Opening
+from flashckpt.session.session import Session
 from flashckpt.shm.job_id import job_id, root_url
 from flashckpt.state.coverage import coverage
 from flashckpt.state.data_sources import PAGE, continuation_of

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from flashckpt.core.settings import Settings
 from flashckpt.core.snapshot_id import BEFORE_ALL, SnapshotId
 from flashckpt.errors import PersistError
 from flashckpt.report import RestoreReport
-from flashckpt.settings import Settings
 from flashckpt.shm.acks import AckedSnapshots
 from flashckpt.shm.job_directory import DaemonStatus, JobDirectory
 from flashckpt.shm.persisted import await_persister

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashckpt.errors import ConfigError, DataError, SamplerStateError
-from flashckpt.trainer.config import RunConfig, to_values
+from flashckpt.trainer.config.run import RunConfig, to_values
 
 
 def recorded_values(config: RunConfig) -> dict[str, dict[str, Any]]:

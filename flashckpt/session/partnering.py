@@ -16,10 +16,10 @@ import numpy as np
 from flashckpt import collectives
 from flashckpt.collectives import HostGroup
 from flashckpt.core.lineage import BEGINNING
+from flashckpt.core.settings import Settings
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.environment import Environment, env
 from flashckpt.errors import FlashckptError
-from flashckpt.job_key import link_key, ranks_key
 from flashckpt.logs import notice
 from flashckpt.planning.inventory import Inventory, host_names, local_world, node_names
 from flashckpt.planning.partners import partner_map, senders_to
@@ -29,9 +29,9 @@ from flashckpt.replicate import records
 from flashckpt.replicate.records import ReplicaRows, ReplicaSession
 from flashckpt.replicate.slots import REPLICA_SLOTS
 from flashckpt.restore.coordinator import RestoreOutcome
-from flashckpt.settings import Settings
 from flashckpt.shm import job_records
 from flashckpt.shm.job_directory import JobDirectory
+from flashckpt.shm.job_key import link_key, ranks_key
 
 LISTENS_S = 30.0
 """Seconds within which the persister of a node says where it listens: dlrun, or the first rank, has just started it."""

@@ -17,18 +17,18 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from flashckpt.core.settings import Settings, checked
 from flashckpt.errors import ConfigError
-from flashckpt.settings import Settings, checked
 from flashckpt.shm.job_id import job_id, root_url
-from flashckpt.trainer.checks import check_values
-from flashckpt.trainer.data_config import DataConfig, check_data
-from flashckpt.trainer.eval_config import EvalConfig, check_eval
-from flashckpt.trainer.log_config import LogConfig
-from flashckpt.trainer.model_config import ModelConfig
-from flashckpt.trainer.optim_config import EmaConfig, OptimConfig, check_optim
-from flashckpt.trainer.parallel_config import ParallelConfig
-from flashckpt.trainer.phase_config import PhasesConfig, as_table, check_phases
-from flashckpt.trainer.sample_config import SampleConfig, check_samples
+from flashckpt.trainer.config.checks import check_values
+from flashckpt.trainer.config.data import DataConfig, check_data
+from flashckpt.trainer.config.eval import EvalConfig, check_eval
+from flashckpt.trainer.config.log import LogConfig
+from flashckpt.trainer.config.model import ModelConfig
+from flashckpt.trainer.config.optim import EmaConfig, OptimConfig, check_optim
+from flashckpt.trainer.config.parallel import ParallelConfig
+from flashckpt.trainer.config.phase import PhasesConfig, as_table, check_phases
+from flashckpt.trainer.config.sample import SampleConfig, check_samples
 
 if sys.version_info >= (3, 11):
     import tomllib

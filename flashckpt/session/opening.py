@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from flashckpt.accelerator import index_of
+from flashckpt.core.settings import Settings
 from flashckpt.errors import FlashckptError
 from flashckpt.logs import guarded, notice
 from flashckpt.native import implementation
-from flashckpt.node_place import OpenedJob
-from flashckpt.partnering import Partnering
 from flashckpt.planning.inventory import Inventory, local_world
 from flashckpt.restore.absent_state import recorded_beside
 from flashckpt.restore.coordinator import RestoreCoordinator, RestoreRequest
-from flashckpt.settings import Settings
+from flashckpt.session.node_place import OpenedJob
+from flashckpt.session.partnering import Partnering
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.job_id import earlier_job_id, root_digest
 from flashckpt.snapshot import segments

@@ -11,17 +11,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from flashckpt.agent_folder import agent_folder, ended_agent, write_job
 from flashckpt.core.lineage import BEGINNING
+from flashckpt.core.settings import Settings
 from flashckpt.environment import env
 from flashckpt.logs import guarded
 from flashckpt.native import IMPLEMENTATIONS, implementation
-from flashckpt.partnering import Partnering
 from flashckpt.planning.inventory import local_world
 from flashckpt.restore.coordinator import RestoreOutcome
-from flashckpt.settings import Settings
+from flashckpt.session.partnering import Partnering
 from flashckpt.shm.ack_relay import AckRelay, RelayStore, RelayThread
 from flashckpt.shm.acks import SnapshotAcks
+from flashckpt.shm.agent_folder import agent_folder, ended_agent, write_job
 from flashckpt.shm.control import Control, ControlRow
 from flashckpt.shm.job_directory import JobConfig, JobDirectory
 from flashckpt.shm.lease import Lease

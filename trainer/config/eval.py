@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashckpt.errors import ConfigError
-from flashckpt.trainer.data_config import SourceConfig, check_source
+from flashckpt.trainer.config.data import SourceConfig, check_source
 
 PROBES = ("probability", "pairs", "choice")
 

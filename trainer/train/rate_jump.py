@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from flashckpt.trainer.config import RunConfig, TrainConfig
-from flashckpt.trainer.optim_config import OptimConfig
-from flashckpt.trainer.phase_config import PhaseConfig, PhasesConfig
-from flashckpt.trainer.phases import phase_at, phases_of
+from flashckpt.trainer.config.optim import OptimConfig
+from flashckpt.trainer.config.phase import PhaseConfig, PhasesConfig
+from flashckpt.trainer.train.phases import phase_at, phases_of
 
 _NOTICEABLE = 0.05
 """Part by which the next rate may differ: curves that part slowly from here on do not jump."""
