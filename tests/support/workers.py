@@ -32,7 +32,6 @@ LONGEST_FIRST = (
     "test_dlrun.py",
     "test_dlrun_exit_codes.py",
     "test_store_faults.py",
-    "test_engine_launchers.py",
     "test_bench_command.py",
     "test_frameworks.py",
     "test_daemon_s3.py",

@@ -22,7 +22,7 @@ RELEASES = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 CHECKS = {
     "kill -9, exact resume": (
         "tests/integration/programs/test_examples.py",
-        "tests/integration/launcher/test_engine_launchers.py",
+        "tests/integration/launcher/launcher_engine.py",
     ),
     "launcher contract": ("tests/integration/launcher/launcher_contract.py",),
     "engine, restore": (
