@@ -36,7 +36,7 @@ demo: setup  ## train 2x2x2 on real text, kill a rank, lose nothing
 
 # Files of the suite in so many processes side by side; many tests wait rather than compute. 1: one after the other.
 WORKERS ?= 2
-# Of each test's cases every third in the long suites, another third with another K: SHARE=K/3. Nothing: all of them.
+# Of each test's cases every sixth in the long suites, others with another K: SHARE=K/6. Nothing: all of them.
 SHARE ?=
 SHARED = $(if $(SHARE),--share $(SHARE))
 test: setup  ## run the tests
