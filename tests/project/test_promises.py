@@ -18,6 +18,10 @@ def test_every_promise_names_a_test_that_is_there(tool: Any) -> None:
     assert not wrong, "\n".join(["", *wrong, "", "tests/project/promises.txt says of each promise what holds it"])
 
 
+def test_the_page_is_the_generated_one(tool: Any) -> None:
+    assert tool.PAGE.read_text() == tool.page_of(tool.pairs()[0]), "run: python tools/promises.py"
+
+
 def test_promises_are_found_at_all(tool: Any) -> None:
     assert len(tool.promises()) > 100
     (found,) = [s for s in tool.sentences("A word. **Never torn.** A slot is\nwhole.\n") if tool.WORDS.search(s)]
