@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write the drawing of rooms in ARCHITECTURE.md from the tree: floors, sizes, and the first sentence of each `__init__`.
 
-A room is a folder of modules. An `__init__` that takes public names from the rooms below it is a room of its own, above them.
+A room is a folder of modules. An `__init__` that takes public names from the rooms below it counts as a separate room, above them.
 `tests/project/test_rooms.py` holds the walls between rooms with the same graph.
 """
 

@@ -1,7 +1,6 @@
 """A 3D-parallel trainer of transformers: its command line.
 
 In: a command line. Out: an exit code.
-May import: all of its rooms, the engine, flashckpt.sampler.
 """
 
 if not __name__.startswith("flashckpt."):  # a bare `import trainer` would make a second copy of every class

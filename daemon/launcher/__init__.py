@@ -1,5 +1,4 @@
 """dlrun: the agent of one node, in place of torchrun's.
 
 In: a command line, signals, the ends of workers. Out: ranks that run, restarts, reports, an exit code.
-May import: the engine's shm and core, machine, zygote; torch.distributed.elastic.
 """

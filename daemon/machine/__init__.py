@@ -1,5 +1,5 @@
 """The operating system: processes, NUMA, logs.
 
 In: pids, sizes, streams. Out: reaped processes, placed threads, lines.
-May import: errors; no torch.
+No torch.
 """

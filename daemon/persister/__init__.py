@@ -1,5 +1,5 @@
 """Persists snapshots, commits checkpoints: one per node.
 
 In: slots of the node, requests, the other nodes' records on the root. Out: committed checkpoints, the job's status, metrics.
-May import: the engine's core, planning, shm, storage, checkpoint, and machine; no torch.
+No torch.
 """

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from flashckpt import Checkpointer
 from flashckpt.bench.data import fill as fill_data
 from flashckpt.bench.layouts import copies_of
 from flashckpt.bench.measure import cpu_seconds, median
@@ -29,7 +30,6 @@ from flashckpt.core.shard import Shard, place
 from flashckpt.core.superblock import SegmentSpec
 from flashckpt.errors import DamagedError
 from flashckpt.report import RestoreReport
-from flashckpt.session.checkpointer import Checkpointer
 from flashckpt.shm.segment import Segment
 
 MANIFEST_BYTES = 1 << 20

@@ -1,5 +1,5 @@
 """Checkpoints on storage: packs, MANIFEST, retention.
 
 In: pinned slots and a store. Out: committed checkpoints, and what a root holds.
-May import: core, planning, shm, storage; no torch.
+No torch.
 """

@@ -18,11 +18,11 @@ from typing import Any
 
 from accelerate.utils import DistributedType
 
+from flashckpt import Checkpointer
 from flashckpt.errors import ConfigError
 from flashckpt.integrations.prepared_data import positions_of, refuse_other_loaders
 from flashckpt.integrations.shared import OneForAllRanks, OwnsCheckpointer
 from flashckpt.report import RestoreReport
-from flashckpt.session.checkpointer import Checkpointer
 
 _OTHER_ENGINES = {DistributedType.DEEPSPEED: "DeepSpeed", DistributedType.MEGATRON_LM: "Megatron-LM"}
 _TAKEN = ("_models", "_optimizers", "_schedulers", "_custom_objects")

@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from flashckpt import Checkpointer
 from flashckpt.errors import ConfigError
 from flashckpt.integrations.deepspeed_fragments import refresh_weights
 from flashckpt.integrations.deepspeed_refusals import refuse_unsupported
@@ -25,7 +26,6 @@ from flashckpt.integrations.deepspeed_state import EngineState, OneSchedule, Tra
 from flashckpt.integrations.elastic_share import Share, check_share, elastic_in
 from flashckpt.integrations.shared import OwnsCheckpointer
 from flashckpt.report import RestoreReport
-from flashckpt.session.checkpointer import Checkpointer
 
 _LOADERS = "give the loader an ElasticSampler, or use torchdata's StatefulDataLoader"
 

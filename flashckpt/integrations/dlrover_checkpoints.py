@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from flashckpt import Checkpointer
 from flashckpt.errors import ConfigError
 from flashckpt.logs import guarded
-from flashckpt.session.checkpointer import Checkpointer
 
 _log = guarded(logging.getLogger("flashckpt"))
 

@@ -24,12 +24,12 @@ from lightning.pytorch.callbacks import (
 )
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
+from flashckpt import Checkpointer
 from flashckpt.errors import ConfigError
 from flashckpt.integrations.lightning_io import FlashCheckpointIO
 from flashckpt.integrations.step_batches import StepBatches, same_but_order
 from flashckpt.logs import guarded
 from flashckpt.sampler import ElasticSampler
-from flashckpt.session.checkpointer import Checkpointer
 from flashckpt.state import rng
 
 _log = guarded(logging.getLogger("flashckpt"))

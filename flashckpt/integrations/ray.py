@@ -13,9 +13,9 @@ from typing import Any
 
 from ray.train import get_context
 
+from flashckpt import Checkpointer
 from flashckpt.environment import env
 from flashckpt.errors import ConfigError
-from flashckpt.session.checkpointer import Checkpointer
 from flashckpt.shm.job_id import job_id_of_root
 from flashckpt.shm.roots import scheme_of
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from flashckpt.session.checkpointer import Checkpointer
+from flashckpt import Checkpointer
 
 
 class OneForAllRanks:

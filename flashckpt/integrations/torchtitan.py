@@ -22,11 +22,11 @@ from torchtitan.components.checkpointer import TRAIN_STATE, BaseCheckpointManage
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.tools import filesystem
 
+from flashckpt import Checkpointer
 from flashckpt.environment import env
 from flashckpt.errors import ConfigError, SamplerStateError
 from flashckpt.integrations.shared import OneForAllRanks
 from flashckpt.logs import guarded
-from flashckpt.session.checkpointer import Checkpointer
 from flashckpt.state import rng
 from flashckpt.state.data_sources import PAGE, continuation_of
 

@@ -18,10 +18,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
+from flashckpt import Checkpointer
 from flashckpt.errors import ConfigError
 from flashckpt.integrations.step_batches import StepBatches, same_but_order
 from flashckpt.sampler import ElasticSampler
-from flashckpt.session.checkpointer import Checkpointer
 from flashckpt.state import rng
 
 _COUNTED = ("best_metric", "best_global_step", "best_model_checkpoint", "num_input_tokens_seen", "total_flos")

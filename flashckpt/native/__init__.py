@@ -3,7 +3,7 @@
 Else it is Python, with the same result.
 In: addresses and sizes, int64[n, 3]. Out: bytes at their targets, one digest per MiB, or an error before a byte is touched.
 Beside it a mapping of a file whose end or damage is not the end of the process that reads it.
-May import: core, errors; no torch.
+No torch.
 """
 
 from flashckpt.native.copying import (

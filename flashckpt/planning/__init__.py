@@ -1,5 +1,5 @@
 """Decisions: who writes what, what is read from where. Pure.
 
 In: tables, inventories and root summaries. Out: write partitions, packs, read plans, candidates.
-May import: core; no torch, no I/O.
+No torch, no I/O.
 """

@@ -1,5 +1,4 @@
 """From byte ranges back to live state, all ranks together.
 
 In: inventories of memory, a root, live objects. Out: filled live state, a report, the new generation.
-May import: core, planning, shm, storage, checkpoint, state.
 """

@@ -1,5 +1,4 @@
 """The public class `Checkpointer`, and what its steps do.
 
 In: settings, tracked objects, steps. Out: restored state, snapshots, waits for their persist.
-May import: everything of the engine but dcp and the command line.
 """

@@ -1,5 +1,5 @@
 """The memory tier of one job on one node.
 
 In: a job id and sizes. Out: slots to write into, pins to read from, records of the job.
-May import: core, native, planning, settings; no torch.
+No torch.
 """

@@ -1,5 +1,5 @@
 """Where checkpoints live: one interface, many backends.
 
 In: a URL, keys and bytes. Out: objects written whole, read by range, listed and removed.
-May import: errors; no torch.
+No torch.
 """

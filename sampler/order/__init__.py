@@ -1,5 +1,4 @@
 """Which sample is trained when: permutations, cursors. Pure.
 
 In: lengths, seeds, positions. Out: indices, and state from which any number of ranks can continue.
-May import: sampler.errors; numpy.
 """

@@ -1,7 +1,7 @@
 """The configuration of a run: read, checked, compared.
 
 In: TOML, words of a command line, recorded values. Out: frozen dataclasses, or an error that names the setting.
-May import: the engine's settings and job id; no torch.
+No torch.
 """
 
 from flashckpt.trainer.config.run import (

@@ -1,5 +1,5 @@
 """The transformer: layers, first weights, FLOPs.
 
 In: a configuration. Out: modules with global names.
-May import: trainer.config; `flops` and `recompute` are pure and torch-free.
+`flops` and `recompute` are pure and without torch.
 """

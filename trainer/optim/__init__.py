@@ -1,5 +1,4 @@
 """The optimizers of a run; averages of the weights.
 
 In: parallel parts of a model. Out: torch optimizers whose state is named, sharded and restored like any other.
-May import: trainer.config, trainer.model, trainer.parallel.
 """

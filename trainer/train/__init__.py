@@ -1,5 +1,4 @@
 """The training loop: steps, rate, guard, reports.
 
 In: a configuration, a cut model, data. Out: a trained state, checkpoints, a trace.
-May import: everything else of the trainer except demo.
 """
