@@ -98,7 +98,9 @@ def _resolve(node: Any, depth: int) -> Any:
         node = _unpacked(node.data)
         if type(node) is not list:
             raise ValueError("a tuple that holds no list")
-        return tuple(node) if _PLAIN.issuperset(map(type, node)) else tuple([_resolve(item, depth + 1) for item in node])
+        return (
+            tuple(node) if _PLAIN.issuperset(map(type, node)) else tuple([_resolve(item, depth + 1) for item in node])
+        )
     if type(node) is list:
         return node if _PLAIN.issuperset(map(type, node)) else [_resolve(item, depth + 1) for item in node]
     raise ValueError(f"a value of {type(node).__name__}")

@@ -49,7 +49,10 @@ def test_training_copies_what_the_copy_thread_has_no_core_for(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ckpt = opened(tmp_path, model=model, optimizer=optimizer)
     clock = iter([10.0, 12.5])
-    monkeypatch.setattr("flashckpt.snapshot.runs.time", SimpleNamespace(thread_time=lambda: next(clock), thread_time_ns=time.thread_time_ns))
+    monkeypatch.setattr(
+        "flashckpt.snapshot.runs.time",
+        SimpleNamespace(thread_time=lambda: next(clock), thread_time_ns=time.thread_time_ns),
+    )
     ckpt.step(1)
     kept = digest(model, optimizer)
     ckpt.fence()
