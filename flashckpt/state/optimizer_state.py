@@ -28,7 +28,7 @@ Named = Mapping[int, str]
 
 def parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """Yield the parameters of all groups, in order."""
-    return itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    return itertools.chain.from_iterable([group["params"] for group in optimizer.param_groups])
 
 
 def refuse_wrapper(name: str, optimizer: torch.optim.Optimizer) -> None:
