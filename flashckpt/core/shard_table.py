@@ -301,9 +301,9 @@ def table_from_columns(columns: dict[str, Any]) -> ShardTable:
     arrays = {name: np.frombuffer(columns[name], kind) for name, kind in _COLUMNS.items()}
     dims = {name: np.frombuffer(columns[name], "<i8") for name in _DIMS}
     fqns, dtypes = (_names(columns[name], name) for name in ("fqns", "dtypes"))
-    if type(rows) is not int or any(len(array) != rows for array in arrays.values()):
+    if type(rows) is not int or set(map(len, arrays.values())) != {rows}:
         raise ValueError("columns of different lengths")
-    if any(len(dim) != int(arrays["ndim"].sum(dtype=np.int64)) for dim in dims.values()):
+    if set(map(len, dims.values())) != {int(arrays["ndim"].sum(dtype=np.int64))}:
         raise ValueError("dimensions do not match the rows")
     if rows and (arrays["fqn_id"].max() >= len(fqns) or arrays["dtype_id"].max() >= len(dtypes)):
         raise ValueError("a row names a tensor or dtype that is not listed")

@@ -6,6 +6,7 @@ the rows that meet it tile it without overlapping (what FSDP, TP and their produ
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -69,11 +70,11 @@ class Reads:
     def joined(cls, parts: Sequence[Reads], width: int) -> Reads:
         """Return several one after another."""
         flat = {
-            name: np.concatenate([np.zeros(0, np.int64), *(getattr(part, name) for part in parts)])
+            name: np.concatenate([np.zeros(0, np.int64), *map(operator.attrgetter(name), parts)])
             for name in ("target", "row", "source")
         }
         wide = {
-            name: np.concatenate([np.zeros((0, width), np.int64), *(getattr(part, name) for part in parts)])
+            name: np.concatenate([np.zeros((0, width), np.int64), *map(operator.attrgetter(name), parts)])
             for name in ("offsets", "lengths")
         }
         return cls(**flat, **wide)

@@ -125,7 +125,7 @@ class AbsentState:
             [box.lengths for _, box in rows],
         )
         which = np.repeat(np.arange(len(rows)), [len(key.fqns) for key, _ in rows])
-        fqns = list(chain.from_iterable(key.fqns for key, _ in rows))
+        fqns = list(chain.from_iterable([key.fqns for key, _ in rows]))
         are_distinct = self.are_distinct and all(len(key.boxes) == 1 for key, _ in rows)
         return kinds.under(fqns, which, are_distinct=are_distinct)
 

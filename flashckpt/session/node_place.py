@@ -161,7 +161,7 @@ def _acks(opened: OpenedJob, control: Control, relay: RelayThread | None) -> Sna
         generation=record.number,
         restored=record.parent if outcome.superseded is None and record.parent != BEGINNING else None,
         parent=record.parent,
-        on_publish=relay.wake if relay is not None else lambda: None,
+        on_publish=None if relay is None else relay.wake,
     )
 
 

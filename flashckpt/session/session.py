@@ -377,7 +377,8 @@ class Session:
         return segment is not None and any(h.is_complete and h.identity == wanted for h in segment.headers())
 
     def _call(self, name: str, *arguments: Any, may_exit: bool = False) -> None:
-        callbacks.call(name, self._callback(name), *arguments, count=self.callback_failed, may_exit=may_exit)
+        if (function := self._callback(name)) is not None:
+            callbacks.call(name, function, *arguments, count=self.callback_failed, may_exit=may_exit)
 
     def callback_failed(self) -> None:
         """Count a callback that raised."""

@@ -188,7 +188,7 @@ class SnapshotAcks:
         generation: int,
         restored: SnapshotId | None = None,
         parent: SnapshotId | None = None,
-        on_publish: Callable[[], None] = lambda: None,
+        on_publish: Callable[[], None] | None = None,
     ) -> None:
         """Publishes nothing yet."""
         self._control, self._local_rank, self._local_world_size = control, local_rank, local_world_size
@@ -207,13 +207,15 @@ class SnapshotAcks:
         """
         if low_watermark is not None:
             self._low_watermark = max(self._low_watermark, low_watermark)
-        mine = RankAcks.of([i for i in identities if not is_rolled_back(i, self._line)], self._low_watermark)
+        held = [i for i in identities if i.generation == self._generation or not is_rolled_back(i, self._line)]
+        mine = RankAcks.of(held, self._low_watermark)
         row = self._control.row(self._local_rank)
         if row.generation != self._generation or row.rank != self._rank:
             row.forget()  # the list of the row's previous owner must never be read as ours
             row.rank, row.world_size, row.generation = self._rank, self._world_size, self._generation
         row.publish(mine)
-        self._on_publish()
+        if self._on_publish is not None:
+            self._on_publish()
 
     def known(self) -> AckedSnapshots:
         """Return what all ranks of this generation hold, and what can never become common; from mapped memory alone."""

@@ -64,13 +64,6 @@ class SharedBlock(shared_memory.SharedMemory):
     _fd: int
 
     @property
-    def buf(self) -> memoryview:
-        """All its bytes; invalid once it is closed."""
-        buffer: memoryview | None = self._buf
-        assert buffer is not None
-        return buffer
-
-    @property
     def inode(self) -> int:
         """Of the open block."""
         return os.fstat(self._fd).st_ino

@@ -171,7 +171,11 @@ class JobDirectory:
 
     def notify(self, rank: int) -> None:
         """Wake the daemon: a snapshot of `rank` is COMPLETE."""
-        mark_file(self.event_path(rank))
+        path = self.event_path(rank)
+        try:
+            os.utime(path, follow_symlinks=False)  # nearly always: it is there from the first snapshot on
+        except FileNotFoundError:
+            mark_file(path)
 
     def request(self, name: str) -> None:
         """Leave a request for the daemon; idempotent. Does nothing if the directory was removed."""

@@ -362,16 +362,13 @@ class FiniteWatch:
         self._looks += 1
         for row in chosen.tolist():
             held = buffer.array[int(table.byte_offset[row]) :][: int(table.nbytes[row])]
-            if not _is_finite(held, table.dtypes[int(table.dtype_id[row])], self._looks):
+            dtype = table.dtypes[int(table.dtype_id[row])]
+            if (kind := _KINDS.get(dtype)) is None:
+                continue
+            held = held.view(kind)
+            step = max(1, len(held) // _ELEMENTS)
+            some = held[self._looks % step :: step]
+            if not (((some & 0x7F80) != 0x7F80).all() if dtype == "bfloat16" else np.isfinite(some).all()):
                 self._is_reported = True
                 return table.fqn(row)
         return ""
-
-
-def _is_finite(data: np.ndarray, dtype: str, look: int) -> bool:
-    if (kind := _KINDS.get(dtype)) is None:
-        return True
-    held = data.view(kind)
-    step = max(1, len(held) // _ELEMENTS)
-    some = held[look % step :: step]
-    return bool(((some & 0x7F80) != 0x7F80).all() if dtype == "bfloat16" else np.isfinite(some).all())

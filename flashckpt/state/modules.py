@@ -246,7 +246,7 @@ def unwrapped(thing: Any) -> Any:
         return type(thing)(map(unwrapped, thing))
     if isinstance(thing, torch.optim.Optimizer) and not vars(thing).get("state"):
         for value in vars(thing).values():
-            if members := contained(value):
+            if isinstance(value, (dict, list, tuple)) and (members := contained(value)):
                 return unwrapped(members)
     for kind in type(thing).__mro__:
         inside = _INSIDE.get((kind.__module__, kind.__qualname__))

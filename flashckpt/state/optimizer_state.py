@@ -28,7 +28,7 @@ Named = Mapping[int, str]
 
 def parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """Yield the parameters of all groups, in order."""
-    return itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    return itertools.chain.from_iterable([group["params"] for group in optimizer.param_groups])
 
 
 def refuse_wrapper(name: str, optimizer: torch.optim.Optimizer) -> None:
@@ -243,31 +243,34 @@ class DeferredState:
 
     Args:
         optimizers: Those that already have state, or are unknown, are skipped.
+
+    Attributes:
+        parts: What each optimizer will make.
     """
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
-        self._parts = [part for o in optimizers if (part := PredictedState.of(o)) is not None]
+        self.parts = [part for o in optimizers if (part := PredictedState.of(o)) is not None]
 
     def __bool__(self) -> bool:
-        return bool(self._parts)
+        return bool(self.parts)
 
     def of(self, optimizer: torch.optim.Optimizer) -> PredictedState | None:
         """Return the part of one optimizer."""
-        return next((part for part in self._parts if part.optimizer is optimizer), None)
+        return next((part for part in self.parts if part.optimizer is optimizer), None)
 
     def blocks(self) -> Iterator[tuple[torch.optim.Optimizer, PredictedBlock]]:
         """Yield (optimizer, what it will make), in the order in which the tensors are awaited."""
-        for part in self._parts:
+        for part in self.parts:
             for block in part.blocks:
                 yield part.optimizer, block
 
     def is_awaited(self) -> bool:
         """Whether none of it exists yet."""
-        return not any(any(part.optimizer.state.values()) for part in self._parts)
+        return not any(any(part.optimizer.state.values()) for part in self.parts)
 
     def found(self) -> list[torch.Tensor] | None:
         """Return the tensors that were made, in the order in which they are awaited; None if not all, or others."""
-        parts = [part.found() for part in self._parts]
+        parts = [part.found() for part in self.parts]
         if None in parts:
             return None
         made = list(chain.from_iterable(part for part in parts if part))
@@ -275,14 +278,14 @@ class DeferredState:
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> StructureGuard:
         """Return a guard over the state that was found, which detects later changes."""
-        states = [part.optimizer.state for part in self._parts]
+        states = [part.optimizer.state for part in self.parts]
         dicts = [members for state in states for members in (state, *state.values())]
         return StructureGuard(dicts, [], [tensor for tensor in tensors if type(tensor) is DTensor])
 
     def refused(self, tensors: Sequence[torch.Tensor]) -> tuple[str, str] | None:
         """Return (what was found, what was expected) of the first tensor that is not of the predicted form; in the copy thread."""
         start = 0
-        for block in (block for part in self._parts for block in part.blocks):
+        for block in (block for part in self.parts for block in part.blocks):
             count = len(block.keys)
             own = tensors[start : start + count * len(block.params)]
             start += len(own)

@@ -179,7 +179,7 @@ class StateRegistry:
 
     def holds(self) -> bool:
         """Return whether the structure built last is still that of the live objects (cheap)."""
-        return not self.ahead and self._appeared.holds() and self._rest_holds()
+        return not self.ahead.parts and self._appeared.holds() and self._rest_holds()
 
     def _rest_holds(self) -> bool:
         if self._guard.holds():
