@@ -117,7 +117,7 @@ class Daemon:
             return self.turn()
         except Exception as error:  # noqa: BLE001 -- the daemon must not give up
             if str(error) != self._surprise:
-                _log.exception("an unforeseen error; the daemon tries again")
+                _log.exception("a turn failed")
                 self.attempts.failures += 1
             self._surprise = str(error)
             self._say(
@@ -251,7 +251,7 @@ class Daemon:
             self.replication.turn(config, view, record, committed)
         except (FlashckptError, OSError) as error:
             if str(error) != self._replica_trouble:
-                _log.warning("replicas are not sent for now: %s", error)
+                _log.warning("replicas wait: %s", error)
             self._replica_trouble = str(error)
             return
         self._replica_trouble = ""

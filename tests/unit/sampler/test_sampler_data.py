@@ -106,7 +106,7 @@ def test_a_blob_reads_any_range_with_a_bounded_cache(tmp_path: Any) -> None:
 
 def test_reads_outside_a_file_and_missing_files_are_named(tmp_path: Any) -> None:
     (tmp_path / "a").write_bytes(b"12345")
-    with pytest.raises(DataError, match="leaves"):
+    with pytest.raises(DataError, match="goes beyond the end"):
         RemoteFile(tmp_path / "a").read(3, 6)
     with pytest.raises(DataError, match="nowhere"):
         RemoteFile(tmp_path / "nowhere").read(0, 1)
