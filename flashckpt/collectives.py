@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from flashckpt.errors import DamagedError
+from flashckpt.framing import LENGTH, frame
 
 MOST_BYTES = 4 << 30
 """Most bytes that one rank may announce to another: many times the manifests of a large job, or a round of a restore."""
@@ -49,8 +50,8 @@ def all_gather_bytes(data: bytes) -> list[bytes]:
     """
     if is_alone():
         return [data]
-    heads = _all_gather(np.frombuffer((len(data).to_bytes(8, "little") + data)[:_HEAD].ljust(_HEAD, b"\0"), np.uint8))
-    lengths = _bounded([int.from_bytes(head[:8].tobytes(), "little", signed=True) for head in heads])
+    heads = _all_gather(np.frombuffer(frame(data)[:_HEAD].ljust(_HEAD, b"\0"), np.uint8))
+    lengths = _bounded([LENGTH.unpack_from(head)[0] for head in heads])
     parts = [head[8 : 8 + n].tobytes() for head, n in zip(heads, lengths, strict=True)]
     if max(lengths) > _HEAD - 8:
         mine = np.zeros(max(lengths), np.uint8)

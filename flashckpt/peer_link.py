@@ -11,13 +11,13 @@ from __future__ import annotations
 import hmac
 import os
 import socket
-import struct
-import time
 from typing import Any
 
 import msgpack
 
+from flashckpt import framing
 from flashckpt.errors import ConfigError
+from flashckpt.framing import LENGTH, Deadline, frame
 
 LEAST_SECRET = 16
 """Fewest bytes of a secret."""
@@ -25,7 +25,6 @@ MOST_BYTES = 64 << 20
 """Default bound of one message, in bytes."""
 _NONCE, _MARK = 32, 32
 _WAKE_BYTES = 64 << 10
-_HEAD = struct.Struct(">Q")
 _CONNECTS, _ACCEPTS = b"connects", b"accepts"
 
 
@@ -57,9 +56,8 @@ class PeerLink:
         data = msgpack.packb(message)
         if len(data) > self._most:
             raise ValueError(f"a message of {len(data)} bytes is longer than the bound of {self._most} bytes")
-        head = _HEAD.pack(len(data))
         self._sock.settimeout(timeout_s)
-        self._sock.sendall(b"".join((head, _mark(self._sending, self._sent, data), data)))
+        self._sock.sendall(_mark(self._sending, self._sent, data) + frame(data))
         self._sent += 1
 
     def send_bytes(self, data: memoryview, timeout_s: float) -> None:
@@ -77,9 +75,9 @@ class PeerLink:
             StrangerError: They are not the ones that the other side sent next.
             OSError: The connection is gone, or they did not arrive in time (TimeoutError).
         """
-        until = time.monotonic() + timeout_s
-        mark = _read(self._sock, _MARK, until)
-        _read_into(self._sock, into, until)
+        wait = Deadline(timeout_s)
+        mark = framing.read(self._sock, _MARK, wait)
+        _read_into(self._sock, into, wait)
         if not hmac.compare_digest(mark, _mark(self._receiving, self._received, into)):
             raise StrangerError("message authentication failed")
         self._received += 1
@@ -95,16 +93,13 @@ class PeerLink:
         """Return the next message; the time-out is for the whole of it, `most` a closer bound than that of the link.
 
         Raises:
-            StrangerError: It is too long, not msgpack, or not the message that the other side sent next.
-            OSError: The connection is gone, or the message did not arrive in time (TimeoutError).
+            StrangerError: It is not msgpack, or not the message that the other side sent next.
+            OSError: The connection is gone, the message is too long (FrameError), or did not arrive in time (TimeoutError).
         """
-        until = time.monotonic() + timeout_s
-        (nbytes,) = _HEAD.unpack(_read(self._sock, _HEAD.size, until))
         bound = self._most if most is None else min(most, self._most)
-        if nbytes > bound:  # before any memory is taken for it
-            raise StrangerError(f"a message of {nbytes} bytes is longer than the bound of {bound} bytes")
-        mark = _read(self._sock, _MARK, until)
-        data = _read(self._sock, nbytes, until)
+        wait = Deadline(timeout_s)
+        mark = framing.read(self._sock, _MARK, wait)
+        data = framing.receive(self._sock, bound, wait)
         if not hmac.compare_digest(mark, _mark(self._receiving, self._received, data)):
             raise StrangerError("a message is not the one that the other side sent")
         self._received += 1
@@ -151,23 +146,23 @@ def authenticate(
             expected=f"at least {LEAST_SECRET}",
             remedy="start the job again: its ranks make a key at each start",
         )
-    until = time.monotonic() + timeout_s
+    wait = Deadline(timeout_s)
     mine = os.urandom(_NONCE)
-    _write(sock, mine, until)
-    theirs = _read(sock, _NONCE, until)
+    _write(sock, mine, wait)
+    theirs = framing.read(sock, _NONCE, wait)
     if hmac.compare_digest(mine, theirs):
         raise StrangerError("the other side sent this side's own nonce back")
     nonces = theirs + mine if accepts else mine + theirs
-    context = b"".join(_HEAD.pack(len(part)) + part for part in (purpose.encode(), job.encode(), nonces))
+    context = b"".join(frame(part) for part in (purpose.encode(), job.encode(), nonces))
     if not accepts:
-        _write(sock, _proof(secret, _CONNECTS, context), until)
-    proof = _read(sock, _MARK, until)
+        _write(sock, _proof(secret, _CONNECTS, context), wait)
+    proof = framing.read(sock, _MARK, wait)
     if not hmac.compare_digest(proof, _proof(secret, _CONNECTS if accepts else _ACCEPTS, context)):
         raise StrangerError(
             f"the other side does not know the key ({purpose}): it is of another job or start, or has another job secret"
         )
     if accepts:
-        _write(sock, _proof(secret, _ACCEPTS, context), until)
+        _write(sock, _proof(secret, _ACCEPTS, context), wait)
     keys = [hmac.digest(secret, b"key " + role + b"\0" + context, "sha256") for role in (_CONNECTS, _ACCEPTS)]
     return PeerLink(sock, keys[accepts], keys[not accepts], most)
 
@@ -177,45 +172,26 @@ def _proof(secret: bytes, role: bytes, context: bytes) -> bytes:
 
 
 def _mark(key: bytes, number: int, data: bytes | memoryview) -> bytes:
-    found = hmac.new(key, _HEAD.pack(number), "sha256")
+    found = hmac.new(key, LENGTH.pack(number), "sha256")
     found.update(data)
     return found.digest()
 
 
-def _write(sock: socket.socket, data: bytes, until: float) -> None:
-    sock.settimeout(_left(until))
+def _write(sock: socket.socket, data: bytes, wait: Deadline) -> None:
+    wait(sock)
     sock.sendall(data)
 
 
-def _read(sock: socket.socket, nbytes: int, until: float) -> bytes:
-    """Return exactly `nbytes` bytes. One deadline for all: a side that sends a byte now and then does not extend it."""
-    data = bytearray()
-    while len(data) < nbytes:
-        sock.settimeout(_left(until))
-        part = sock.recv(min(nbytes - len(data), 1 << 20))
-        if not part:
-            raise StrangerError("the other side closed the connection in the middle of a message")
-        data += part
-    return bytes(data)
-
-
-def _read_into(sock: socket.socket, into: memoryview, until: float) -> None:
+def _read_into(sock: socket.socket, into: memoryview, wait: Deadline) -> None:
     """Fill `into`. The kernel wakes this side once per 64 KiB: woken for every packet, it cost more than all else of a transfer."""
     done = 0
     try:
         while done < len(into):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, min(len(into) - done, _WAKE_BYTES))
-            sock.settimeout(_left(until))
+            wait(sock)
             count = sock.recv_into(into[done:])
             if not count:
-                raise StrangerError("the other side closed the connection in the middle of a message")
+                raise ConnectionResetError("the other side closed the connection in the middle of a message")
             done += count
     finally:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
-
-
-def _left(until: float) -> float:
-    left = until - time.monotonic()
-    if left <= 0:
-        raise TimeoutError("the other side did not answer in time")
-    return left

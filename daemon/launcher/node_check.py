@@ -12,7 +12,6 @@ import contextlib
 import json
 import logging
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -23,6 +22,7 @@ from datetime import timedelta
 from statistics import median_low
 from typing import Any
 
+from flashckpt import framing
 from flashckpt.daemon.launcher import rendezvous_store
 from flashckpt.daemon.launcher.options import NodeCheckError
 from flashckpt.daemon.launcher.stop import Group
@@ -33,7 +33,6 @@ SLOW = 2.0
 NOISE_S = 0.05
 """Differences below this are the scheduler's, not the node's."""
 _BLOCK_BYTES = 4 << 20
-_LENGTH = struct.Struct("<I")
 _ROUNDS = 4
 PREFIX = "flashckpt/node-check"
 
@@ -224,9 +223,8 @@ class Check:
                 for _ in range(_ROUNDS):
                     begun = time.monotonic()
                     time.sleep(self._delay_s)
-                    sock.sendall(_LENGTH.pack(len(block)) + block)
-                    if len(_read(sock, len(block))) != len(block):
-                        return float("inf")
+                    sock.sendall(framing.frame(block))
+                    framing.read(sock, len(block))
                     rounds.append(time.monotonic() - begun)
                 return min(rounds)  # other pairs' traffic may slow one exchange; a slow node is slow in all of them
         except OSError:
@@ -254,19 +252,10 @@ def _serve(listener: socket.socket, delay_s: float) -> None:
 
 def _echo(sock: socket.socket, delay_s: float) -> None:
     with sock, contextlib.suppress(OSError):
-        while len(head := _read(sock, _LENGTH.size)) == _LENGTH.size:
-            (nbytes,) = _LENGTH.unpack(head)
-            if nbytes > _BLOCK_BYTES:
-                return  # not a node of this job
+        while True:
+            block = framing.receive(sock, _BLOCK_BYTES)  # a longer one is not of a node of this job
             time.sleep(delay_s)
-            sock.sendall(_read(sock, nbytes))
-
-
-def _read(sock: socket.socket, nbytes: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < nbytes and (part := sock.recv(min(1 << 20, nbytes - len(parts)))):
-        parts += part
-    return bytes(parts)
+            sock.sendall(block)
 
 
 def product_s(size: int = 512, rounds: int = 5) -> float:

@@ -9,14 +9,12 @@ import json
 import logging
 import select
 import socket
-import struct
-from collections.abc import Callable
 from typing import Any
 
+from flashckpt import framing
 from flashckpt.daemon.machine.process import is_stopped
 from flashckpt.errors import DamagedError
 
-_LENGTH = struct.Struct("<I")
 MAX_BYTES = 64 << 20
 """Longest message that is accepted: many times the environments of all ranks of a node."""
 
@@ -52,7 +50,7 @@ def exchange(
             if fd >= 0:
                 socket.send_fds(sock, [b"f"], [fd])
             sock.settimeout(None)
-        return receive(sock, _Limit(sock, pid, limit_s))
+        return receive(sock, _Limit(pid, limit_s))
     except TimeoutError:
         how = "it is stopped (SIGSTOP or a debugger)" if is_stopped(pid) else f"not within {limit_s:.0f} s"
         _log.warning("the zygote, pid %d, does not answer (%s): it is killed", pid, how)
@@ -64,11 +62,11 @@ def exchange(
 class _Limit:
     """Waits for a socket to be readable; TimeoutError once its process has used up its time, or was stopped for too long."""
 
-    def __init__(self, sock: socket.socket, pid: int, limit_s: float) -> None:
-        self._sock, self._pid, self._left_s, self._stopped_s = sock, pid, limit_s, 0.0
+    def __init__(self, pid: int, limit_s: float) -> None:
+        self._pid, self._left_s, self._stopped_s = pid, limit_s, 0.0
 
-    def __call__(self) -> None:
-        while not select.select([self._sock], [], [], _SLICE_S)[0]:
+    def __call__(self, sock: socket.socket) -> None:
+        while not select.select([sock], [], [], _SLICE_S)[0]:
             self._left_s -= _SLICE_S
             self._stopped_s = self._stopped_s + _SLICE_S if is_stopped(self._pid) else 0.0
             if self._left_s <= 0 or self._stopped_s >= STOPPED_S:
@@ -77,11 +75,10 @@ class _Limit:
 
 def send(sock: socket.socket, message: dict[str, Any]) -> None:
     """Send one message; raises OSError if the other side is gone."""
-    body = json.dumps(message).encode()
-    sock.sendall(_LENGTH.pack(len(body)) + body)
+    sock.sendall(framing.frame(json.dumps(message).encode()))
 
 
-def receive(sock: socket.socket, wait: Callable[[], None] | None = None) -> dict[str, Any] | None:
+def receive(sock: socket.socket, wait: framing.Wait | None = None) -> dict[str, Any] | None:
     """Return the next message, or None when the other side has closed (also in mid-message).
 
     Args:
@@ -91,14 +88,11 @@ def receive(sock: socket.socket, wait: Callable[[], None] | None = None) -> dict
     Raises:
         DamagedError: Not a message; nothing that follows on this socket can be trusted.
     """
-    head = _read(sock, _LENGTH.size, wait)
-    if head is None:
-        return None
-    (nbytes,) = _LENGTH.unpack(head)
-    if nbytes > MAX_BYTES:
-        raise _damaged(f"a message of {nbytes} bytes", f"at most {MAX_BYTES} bytes")
-    body = _read(sock, nbytes, wait)
-    if body is None:
+    try:
+        body = framing.receive(sock, MAX_BYTES, wait)
+    except framing.FrameError as error:
+        raise _damaged(str(error), f"at most {MAX_BYTES} bytes") from error
+    except ConnectionResetError:
         return None
     try:
         message = json.loads(body)
@@ -111,19 +105,3 @@ def receive(sock: socket.socket, wait: Callable[[], None] | None = None) -> dict
 
 def _damaged(found: str, expected: str) -> DamagedError:
     return DamagedError("a message between dlrun and its zygote is damaged", found=found, expected=expected)
-
-
-def _read(sock: socket.socket, nbytes: int, wait: Callable[[], None] | None) -> bytes | None:
-    parts: list[bytes] = []
-    while nbytes:
-        try:
-            if wait is not None:
-                wait()
-            part = sock.recv(min(nbytes, 1 << 20))
-        except ConnectionResetError:
-            return None
-        if not part:
-            return None
-        parts.append(part)
-        nbytes -= len(part)
-    return b"".join(parts)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,9 @@ from flashckpt.core.ranged_values import ranged_from
 from flashckpt.core.shard_table import columns_of, table_from_columns
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.core.values import pack_values, unpack_values
+from flashckpt.framing import frame, split
 
 _ALIGNED = 64
-_HEAD = struct.Struct("<Q")
 
 
 def share(manifest: Manifest) -> int:
@@ -39,12 +38,12 @@ def share(manifest: Manifest) -> int:
     large = [(group, name, value) for group, name, value in arrays if type(value) is bytes]
     small = [[group, name, value] for group, name, value in arrays if type(value) is not bytes]
     places = list(_places([len(value) for _, _, value in large]))
-    head = msgpack.packb([small, [[g, n, at, len(v)] for (g, n, v), at in zip(large, places, strict=True)]])
-    start = -(-(_HEAD.size + len(head)) // _ALIGNED) * _ALIGNED
+    head = frame(msgpack.packb([small, [[g, n, at, len(v)] for (g, n, v), at in zip(large, places, strict=True)]]))
+    start = -(-len(head) // _ALIGNED) * _ALIGNED
     fd = os.memfd_create("flashckpt-manifest", os.MFD_CLOEXEC)
     try:
         with os.fdopen(os.dup(fd), "wb") as file:
-            file.write(_HEAD.pack(len(head)) + head)
+            file.write(head)
             for (_, _, value), at in zip(large, places, strict=True):
                 file.seek(start + at)
                 file.write(value)
@@ -68,9 +67,9 @@ def attach(path: str) -> Manifest:
     """
     with Path(path).open("rb") as file:
         mapped = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
-    (length,) = _HEAD.unpack_from(mapped)
-    small, large = msgpack.unpackb(mapped[_HEAD.size : _HEAD.size + length])
-    start = -(-(_HEAD.size + length) // _ALIGNED) * _ALIGNED
+    head, behind = split(mapped)
+    small, large = msgpack.unpackb(head)
+    start = -(-(len(mapped) - len(behind)) // _ALIGNED) * _ALIGNED
     groups: dict[str, dict[str, Any]] = {"table": {}, "ranged": {}, "rest": {}}
     for group, name, value in small:
         groups[group][name] = value

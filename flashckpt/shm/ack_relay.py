@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import struct
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.faults import crash_point
+from flashckpt.framing import frame, split
 from flashckpt.logs import guarded
 from flashckpt.shm.acks import rank_acks
 from flashckpt.shm.control import Control
@@ -104,7 +104,7 @@ class AckRelay:
             return True
         if (mine, outgoing.message) != self._published:
             crash_point("acks.before-node")
-            self._store.set(self._own, _joined(mine, outgoing.message))
+            self._store.set(self._own, frame(encode_group(mine)) + outgoing.message)
             self._published = mine, outgoing.message
         job, received = self._aggregate(outgoing) if self._nodes else self._fetch()
         if job != self._job:
@@ -133,7 +133,7 @@ class AckRelay:
 
     def _aggregate(self, outgoing: OutgoingMessage) -> tuple[GroupAcks, tuple[bytes, ...]]:
         """Return the record of the job and the messages of all nodes; publish it where it has changed."""
-        records = [_parted(bytes(raw)) for raw in self._read(self._nodes)]
+        records = [split(bytes(raw)) for raw in self._read(self._nodes)]
         distinct = frozenset(acks for acks, _ in records)  # most nodes say the same
         received = tuple(message for _, message in records if message)
         if not distinct or (distinct == self._seen and outgoing.message == self._sent_to_all):
@@ -142,7 +142,7 @@ class AckRelay:
         job = GroupAcks(is_whole=whole.is_whole, common=whole.common, lacked=whole.lacked)  # what ranks ask for
         if job != self._job or outgoing.message != self._sent_to_all:
             crash_point("acks.before-job")
-            self._store.set(self._job_key, _joined(job, outgoing.message))
+            self._store.set(self._job_key, frame(encode_group(job)) + outgoing.message)
         self._seen, self._open, self._sent_to_all = distinct, whole.open, outgoing.message
         return job, received
 
@@ -150,7 +150,7 @@ class AckRelay:
         found = self._read([self._job_key])
         if not found:
             return self._job, ()
-        acks, message = _parted(bytes(found[0]))
+        acks, message = split(bytes(found[0]))
         return decode_group(acks), (message,) if message else ()
 
     def _read(self, keys: list[str]) -> list[bytes]:
@@ -160,17 +160,6 @@ class AckRelay:
                 return []
             self._present.add(keys[-1])
         return list(self._store.multi_get(keys))
-
-
-def _joined(acks: GroupAcks, message: bytes) -> bytes:
-    """Return a record of the store: the length of the acknowledgements, they, and the message."""
-    raw = encode_group(acks)
-    return struct.pack("<Q", len(raw)) + raw + message
-
-
-def _parted(record: bytes) -> tuple[bytes, bytes]:
-    (nbytes,) = struct.unpack_from("<Q", record)
-    return record[8 : 8 + nbytes], record[8 + nbytes :]
 
 
 def is_settled(mine: GroupAcks, job: GroupAcks) -> bool:

@@ -19,6 +19,7 @@ from flashckpt.core.intent import NodeMessage
 from flashckpt.core.records import pack, seal, unpack, unseal
 from flashckpt.errors import DamagedError, FormatVersionError
 from flashckpt.faults import crash_point
+from flashckpt.framing import SHORT_LENGTH, frame, split
 from flashckpt.shm.private import mark_file, open_file, read_file, remove_file, replace
 
 SILENT_S = 3.0
@@ -84,7 +85,7 @@ class MessageFiles:
         if not 0 <= silent_s < SILENT_S or not _is_running(pid):
             return None
         known = self._decoded  # each is decoded once: most are as they were
-        self._decoded = {one: known.get(one) or _decoded(one) for one in _parts(raw, _IN.size, count)}
+        self._decoded = {one: known.get(one) or _decoded(one) for one in _parts(memoryview(raw)[_IN.size :], count)}
         return tuple(one for one in self._decoded.values() if one is not None)
 
     # -- the relay's side -----------------------------------------------------------------------------------
@@ -106,7 +107,7 @@ class MessageFiles:
         if not is_new and now_s - self._written_s < RESTAMP_S:
             return
         rest = struct.pack("<qqqq", generation, os.getpid(), time.monotonic_ns(), len(messages))
-        rest += b"".join(struct.pack("<I", len(one)) + one for one in messages)
+        rest += b"".join(frame(one, SHORT_LENGTH) for one in messages)
         _replace(self._incoming, _IN_MAGIC + struct.pack("<Q", digest_of(rest)) + rest)
         self._written, self._written_s = content, now_s
         if is_new:
@@ -127,12 +128,11 @@ def _decoded(raw: bytes) -> NodeMessage | None:
     return message if message.ranks else None
 
 
-def _parts(raw: bytes, at: int, count: int) -> list[bytes]:
+def _parts(rest: memoryview, count: int) -> list[bytes]:
     found = []
     for _ in range(count):
-        (nbytes,) = struct.unpack_from("<I", raw, at)
-        found.append(raw[at + 4 : at + 4 + nbytes])
-        at += 4 + nbytes
+        one, rest = split(rest, SHORT_LENGTH)
+        found.append(bytes(one))
     return found
 
 

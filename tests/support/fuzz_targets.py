@@ -534,7 +534,7 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "sampler-index": lambda _: Target(
         seeds=[INDEX], decode=lambda raw: index_file.decode(raw, "lines", "x"), tree=(index_tree, index_bytes)
     ),
-    "launcher-message": lambda _: Target(seeds=[struct.pack("<I", 15) + b'{"pids": [1,2]}'], decode=message),
+    "launcher-message": lambda _: Target(seeds=[struct.pack("<Q", 15) + b'{"pids": [1,2]}'], decode=message),
     "safetensors": safetensors_file,
     "safetensors-index": safetensors_index,
     "torch": torch_file,

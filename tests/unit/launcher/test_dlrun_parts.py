@@ -486,7 +486,7 @@ def test_messages_keep_bytes_that_are_not_utf8_and_end_with_the_peer() -> None:
     message = {"env": {"A": b"\xff\xfe".decode(errors="surrogateescape"), "B": "ü" * 10_000}}
     messages.send(here, message)
     assert messages.receive(there) == message
-    here.sendall(b"\x10\x00\x00\x00half")
+    here.sendall(b"\x10" + bytes(7) + b"half")
     here.close()
     assert messages.receive(there) is None
     there.close()
@@ -495,10 +495,10 @@ def test_messages_keep_bytes_that_are_not_utf8_and_end_with_the_peer() -> None:
 def test_message_of_an_absurd_length_is_refused_before_memory_is_taken() -> None:
     here, there = socket.socketpair()
     with here, there:
-        here.sendall(b"\xff\xff\xff\xff")
+        here.sendall(b"\xff" * 8)
         with pytest.raises(DamagedError, match="between dlrun and its zygote") as caught:
             messages.receive(there)
-    assert f"a message of {2**32 - 1} bytes" in str(caught.value)
+    assert f"a message of {2**64 - 1} bytes" in str(caught.value)
 
 
 def test_exit_code_tells_running_exited_and_killed() -> None:

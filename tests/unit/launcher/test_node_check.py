@@ -103,7 +103,7 @@ def test_newcomer_is_checked_by_nodes_that_were_checked_before() -> None:
         assert found == dict.fromkeys(range(3), due)
 
 
-@pytest.mark.parametrize("data", [b"\xff\xff\xff\xff" + bytes(1000), b"\x01\x00"])
+@pytest.mark.parametrize("data", [b"\xff" * 8 + bytes(1000), b"\x01\x00"])
 def test_length_that_no_node_sends_ends_the_connection(data: bytes) -> None:
     here, there = socket.socketpair()
     with here:

@@ -22,9 +22,9 @@ from flashckpt.daemon.zygote.warm_copy import WarmCopy, key_of
 SILENT = {
     "stopped": None,
     "hangs": None,
-    "stopped in the middle of an answer": b"\x40\x00\x00\x00{",
+    "stopped in the middle of an answer": b"\x40" + bytes(7) + b"{",
     "hangs in the middle of an answer": b"\x40\x00",
-    "answers nonsense": b"\x02\x00\x00\x00[]",
+    "answers nonsense": b"\x02" + bytes(7) + b"[]",
     "dead": None,
 }
 

@@ -87,7 +87,7 @@ def absurd(rank: int, how: str, nbytes: int) -> str:
 @pytest.mark.parametrize("nbytes", [1 << 60, -1])
 def test_length_that_a_rank_announces_is_not_believed(how: str, nbytes: int) -> None:
     said = values(run_ranks(absurd, 2, how, nbytes))
-    assert f"{nbytes} bytes" in said[0]
+    assert f"{nbytes % 2**64 if how == 'all_gather' else nbytes} bytes" in said[0]
     assert "Nothing of it was received." in said[0]
 
 
