@@ -7,7 +7,7 @@ store and no thread in here: time comes with the events. `coordinator` executes;
 Failures, and how each is handled:
 
 * The leader dies before it has decided: the next daemon of its node decides. After its index, or before its commit:
-  one other node takes the lease (`committer`) and commits. Everything that is written may be repeated.
+  one other node takes the lease (`persist`) and commits. Everything that is written may be repeated.
 * A node is late: its snapshot is not complete yet (it waits), or is overwritten already (it abandons the intent, and all
   unpin). Other writers that never finish: the holder of the lease abandons the intent after `persist.INTENT_PATIENCE_S`,
   and sooner once a newer generation runs.

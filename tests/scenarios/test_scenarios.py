@@ -15,7 +15,7 @@ from support.transcripts import play
 
 from flashckpt.core.generation import Generation
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.daemon.persister import agreement, committer, messaging, negotiation, persist, protocol
+from flashckpt.daemon.persister import agreement, messaging, negotiation, persist, protocol
 from flashckpt.daemon.persister.negotiation import Negotiation
 from flashckpt.daemon.persister.protocol import Cause
 
@@ -50,9 +50,9 @@ def test_a_transcript_with_one_action_more_or_less_is_wrong(path: Path) -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "value", "scenario"),
     [
-        (committer, "LEASE_S", 0.0, "leader-dies-after-its-index"),
-        (committer, "LEASE_S", 50.0, "committer-dies"),
-        (committer, "RENEWALS", 0.01, "holder-waits"),
+        (persist, "LEASE_S", 0.0, "leader-dies-after-its-index"),
+        (persist, "LEASE_S", 50.0, "committer-dies"),
+        (persist, "RENEWALS", 0.01, "holder-waits"),
         (persist, "INTENT_PATIENCE_S", 1e9, "writers-that-never-finish"),
         (persist, "EARLIER_PATIENCE_S", 1e9, "node-lost-for-good-restored-that-step"),
         (persist, "ATTEMPTS", 2, "damaged-in-memory"),
@@ -102,7 +102,7 @@ def test_the_page_on_transcripts_names_every_action() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", [negotiation, messaging, persist, committer, agreement, protocol], ids=lambda module: module.__name__
+    "module", [negotiation, messaging, persist, agreement, protocol], ids=lambda module: module.__name__
 )
 def test_the_machine_has_no_clock_no_store_and_no_thread(module: object) -> None:
     pure = {"__future__", "collections.abc", "dataclasses", "enum", "itertools", "typing"}

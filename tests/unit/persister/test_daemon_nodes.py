@@ -18,7 +18,7 @@ from support.ranks import wait_for
 from flashckpt.checkpoint.writer import write_packs
 from flashckpt.core.intent import NodeProposal
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.daemon.persister import committer, flush, negotiation
+from flashckpt.daemon.persister import flush, negotiation, persist
 from flashckpt.daemon.persister.agreement import Search, choose_proposal, next_candidate, of_other_nodes
 from flashckpt.daemon.persister.housekeeping import Housekeeper
 from flashckpt.daemon.persister.retire import superseded
@@ -35,7 +35,7 @@ NODES = 3
 @pytest.fixture
 def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeJob]]:
     """One job on three nodes of two ranks each: three memory tiers, one root."""
-    monkeypatch.setattr(committer, "LEASE_S", 0.0)
+    monkeypatch.setattr(persist, "LEASE_S", 0.0)
     monkeypatch.setattr(negotiation, "ROOT_LOOK_S", 0.0)
     made = []
     for node in range(NODES):
@@ -164,7 +164,7 @@ def test_leader_killed_about_its_lease_another_node_commits(nodes: list[FakeJob]
             return leader.poll() is not None
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(committer, "LEASE_S", 1e6)  # nobody else takes it before
+            patch.setattr(persist, "LEASE_S", 1e6)  # nobody else takes it before
             wait_for(dead, what="the leader to die")
         leader.wait_killed()
         assert identities(nodes[0]) == []
