@@ -16,8 +16,7 @@ from support.ranks import wait_for
 
 from flashckpt.daemon.machine.process import has_ended, is_stopped
 from flashckpt.daemon.zygote import messages
-from flashckpt.daemon.zygote.client import Unavailable, ZygoteClient
-from flashckpt.daemon.zygote.warm_copy import WarmCopy, key_of
+from flashckpt.daemon.zygote.client import Unavailable, WarmCopy, ZygoteClient, key_of
 
 SILENT = {
     "stopped": None,
