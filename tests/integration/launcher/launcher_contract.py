@@ -38,10 +38,9 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from flashckpt.daemon.launcher import cli as dlrun
 from flashckpt.daemon.launcher import job_secret
-from flashckpt.daemon.launcher.job_notes import JobNotes
 from flashckpt.daemon.launcher.options import RendezvousLostError
 from flashckpt.daemon.launcher.rendezvous import OneNode
-from flashckpt.daemon.launcher.rounds import FreshStoreRendezvous
+from flashckpt.daemon.launcher.rounds import FreshStoreRendezvous, JobNotes
 from flashckpt.errors import ConfigError
 
 pytestmark = pytest.mark.timeout(300)

@@ -32,7 +32,7 @@ from torch.distributed import DistNetworkError
 from flashckpt import agent_folder
 from flashckpt.daemon.launcher import budget, failure, findings, hang, ledger, reporting, stop
 from flashckpt.daemon.launcher.agent import DlrunAgent
-from flashckpt.daemon.launcher.job_notes import JobNotes
+from flashckpt.daemon.launcher.rounds import JobNotes
 from flashckpt.daemon.launcher.watch import JobWatch
 from flashckpt.daemon.machine.process import adopt_parent, exit_code, thread_count
 from flashckpt.daemon.zygote import messages, server
