@@ -1,6 +1,7 @@
 """The agent's eyes on the job: its own directory, the job directory, the control page, the daemon.
 
-For scripts that do not use flashckpt, everything here does nothing.
+For scripts that do not use flashckpt, everything here does nothing. Where the daemon dies with dlrun, as in a container
+whose PID 1 this is, the end waits for it.
 """
 
 from __future__ import annotations
@@ -10,20 +11,27 @@ import logging
 import os
 import secrets
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from flashckpt import agent_folder
 from flashckpt.core.snapshot_id import BEFORE_ALL
-from flashckpt.daemon.launcher.drain import is_last_process, unpersisted, wait_for_flush
+from flashckpt.daemon.launcher.way_back import steps_on_root
 from flashckpt.daemon.machine.process import reap, zombies
+from flashckpt.environment import env
 from flashckpt.errors import DamagedError, FlashckptError, PersistError
+from flashckpt.printable import printable
 from flashckpt.shm.control import ControlRow, ControlView
-from flashckpt.shm.job_directory import DaemonStatus, JobDirectory, memory_root
+from flashckpt.shm.inventory import scan
+from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory, memory_root
 from flashckpt.shm.lease import Lease
 from flashckpt.shm.persisted import await_persister
 from flashckpt.shm.persister_owner import LOOK_S, PersisterOwner
+from flashckpt.shm.persister_process import LOG_NAME, in_one_line
 from flashckpt.shm.private import private_directories, private_directory, remove_tree
 
+LIMIT_S = 600.0
+_ANSWER_S = 10.0
 _log = logging.getLogger("flashckpt.dlrun")
 
 
@@ -156,7 +164,7 @@ class JobWatch:
         return False
 
     def unpersisted(self) -> PersistError | None:
-        """Return the error of a job that ended well and has nothing on storage though it should; see `drain.unpersisted`."""
+        """Return the error of a job that ended well and has nothing on storage though it should; see `unpersisted`."""
         job = self._find()
         return (
             self._unseen
@@ -215,3 +223,86 @@ def _sweep(base: Path) -> None:
                 lease.close()
         except (OSError, FlashckptError):
             continue  # being created or removed just now
+
+
+def is_last_process() -> bool:
+    """Whether the daemon dies with this process: as PID 1, or if FLASHCKPT_WAIT_FLUSH=1 says so."""
+    return os.getpid() == 1 or env.FLASHCKPT_WAIT_FLUSH
+
+
+def wait_for_flush(job: JobDirectory, limit_s: float = LIMIT_S) -> bool:
+    """Return True once the daemon has answered every request; False if it died or `limit_s` seconds have passed."""
+    said = False
+
+    def is_over(_: DaemonStatus | None) -> bool:
+        nonlocal said
+        if not _is_asked(job) or not job.daemon_alive():
+            return True
+        if not said:
+            _log.info("waiting for the daemon to persist the newest snapshot (at most %.0f s)", limit_s)
+            said = True
+        return False
+
+    with contextlib.suppress(FlashckptError):  # a persister of another release: nobody knows what it has done
+        await_persister(job, is_over, timeout_s=limit_s)
+    if _is_asked(job):
+        _log.error("the snapshots in memory were not persisted in time: see %s", job.path / "daemon.log")
+        return False
+    return True
+
+
+def unpersisted(job: JobDirectory, rows: Sequence[ControlRow], tick: Callable[[], None]) -> PersistError | None:
+    """Return the error of a job that ended well, if it came to a persist step and nothing is on storage, nor can come there.
+
+    A persister that works is not waited for: what it has not committed after some seconds it commits when dlrun has ended.
+
+    Args:
+        job: Of this node; `ended` is asked for.
+        rows: The control rows of its ranks.
+        tick: Lets a persister that is not there be started.
+    """
+    with contextlib.suppress(FlashckptError, OSError):
+        config, status = job.read_config(), job.read_status()
+        if config is None or (status is not None and status.committed) or not _reached_persist(job, config, rows):
+            return None
+        if (why := _why_not(job, tick)) and not steps_on_root(config, _ANSWER_S):
+            return PersistError(
+                "the job ended, and nothing of it is on storage",
+                found=in_one_line(why),
+                expected=f"a checkpoint in {printable(config.root)}: a persist step was reached",
+                state=f"The newest snapshot stays in this node's memory, job {job.job!r}.",
+                remedy=f"look at {job.path / LOG_NAME}, fix the cause, and start the job again on this node: it restores from "
+                "memory and persists",
+            )
+    return None
+
+
+def _reached_persist(job: JobDirectory, config: JobConfig, rows: Sequence[ControlRow]) -> bool:
+    """Whether a step was reached that is to be on storage, by the numbers of the steps or by a snapshot that is marked so."""
+    every = config.persist_every
+    if every and any(row.step // every > max(row.restored_step, 0) // every for row in rows):
+        return True
+    record = job.read_generation()
+    return bool(scan(job, [record] if record else []).flagged())
+
+
+def _why_not(job: JobDirectory, tick: Callable[[], None]) -> str:
+    """Return why nothing is committed, "" where something is, or may still be."""
+    asked_ns, why = job.ask("retry-now"), ""
+
+    def is_over(status: DaemonStatus | None) -> bool:
+        nonlocal why
+        if not job.path.exists() or (status is not None and status.committed):
+            return True
+        why = status.error if status is not None and status.answered_ns >= asked_ns else ""
+        tick()
+        return bool(why)
+
+    is_answered = await_persister(job, is_over, timeout_s=_ANSWER_S)
+    if is_answered or job.daemon_alive():
+        return why
+    return "no persister is running on this node"
+
+
+def _is_asked(job: JobDirectory) -> bool:
+    return any(job.request_path(name).exists() for name in ("persist-now", "ended"))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
 
 from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.checkpoint.root_summary import open_root
 from flashckpt.errors import FlashckptError
-from flashckpt.shm.job_directory import JobDirectory
+from flashckpt.shm.job_directory import JobConfig, JobDirectory
 
 _LIMIT_S = 20.0
 _SHOWN = 8
@@ -30,18 +31,23 @@ def way_back(job: JobDirectory | None, step: int) -> str:
 
 def _older(job: JobDirectory | None, step: int) -> tuple[str, Sequence[int]]:
     """Return the root, and the steps before `step` that are committed on it, newest first; none where it does not answer in time."""
-    found: list[tuple[str, list[int]]] = []
+    config = None
+    with contextlib.suppress(FlashckptError, OSError):
+        config = None if job is None else job.read_config()
+    if config is None:
+        return "", []
+    return config.root, sorted((one for one in steps_on_root(config, _LIMIT_S) if one < step), reverse=True)
+
+
+def steps_on_root(config: JobConfig, limit_s: float) -> set[int]:
+    """Return the steps that are committed on a root; none where it does not answer within `limit_s` seconds."""
+    found: set[int] = set()
 
     def look() -> None:
-        try:
-            if job is not None and (config := job.read_config()) is not None:
-                with open_root(config.root, config.storage_options) as store:
-                    steps = {info.step for info in list_checkpoints(store)}
-                found.append((config.root, sorted((one for one in steps if one < step), reverse=True)))
-        except (FlashckptError, OSError):
-            return
+        with contextlib.suppress(Exception), open_root(config.root, config.storage_options) as store:
+            found.update([info.step for info in list_checkpoints(store)])
 
-    thread = threading.Thread(target=look, name="way-back", daemon=True)
+    thread = threading.Thread(target=look, name="flashckpt-look", daemon=True)
     thread.start()
-    thread.join(_LIMIT_S)
-    return found[0] if found else ("", [])
+    thread.join(limit_s)
+    return found.copy()

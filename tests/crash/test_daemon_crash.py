@@ -221,7 +221,7 @@ def test_temporary_files_of_a_killed_daemon_go_with_the_sweep(job: FakeJob) -> N
 
 def test_launcher_that_is_the_last_process_waits_for_the_flush(job: FakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
     """As PID 1 of a container: its end would kill the daemon."""
-    from flashckpt.daemon.launcher.drain import is_last_process, wait_for_flush
+    from flashckpt.daemon.launcher.watch import is_last_process, wait_for_flush
 
     assert not is_last_process()
     monkeypatch.setenv("FLASHCKPT_WAIT_FLUSH", "1")
