@@ -14,7 +14,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 from flashckpt.errors import FlashckptError, ObjectMissingError, RootError, StoreError
@@ -27,8 +27,14 @@ from flashckpt.storage.conditional import (
     truncated,
 )
 from flashckpt.storage.direct_io import extents
-from flashckpt.storage.s3_delete import delete_batch, delete_batch_retried, has_no_batch_delete, undeleted
-from flashckpt.storage.s3_errors import MISSING_KEY, error_code, http_status
+from flashckpt.storage.s3_errors import (
+    MISSING_KEY,
+    error_code,
+    has_no_batch_delete,
+    http_status,
+    is_transient_code,
+    undeleted,
+)
 from flashckpt.storage.s3_session import S3Session, say_once
 from flashckpt.storage.store import (
     DELETE_BATCH,
@@ -41,6 +47,8 @@ from flashckpt.storage.store import (
     check_key,
 )
 
+FIRST_PAUSE_S = 0.2
+"""Seconds before keys of a batch that failed are sent again; each pause is twice the one before."""
 _log = logging.getLogger(__name__)
 _Parts: TypeAlias = list[dict[str, Any]]
 
@@ -346,3 +354,39 @@ def _drain(head: list[bytes], rest: Iterator[bytes]) -> Iterator[bytes]:
     while head:
         yield head.pop(0)
     yield from rest
+
+
+async def delete_batch(s3: Any, bucket: str, keys: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Send one request; return (code, message) of each key that was not deleted."""
+    wanted = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
+    answer = await s3.delete_objects(Bucket=bucket, Delete=wanted)
+    return {
+        str(one.get("Key", "")): (str(one.get("Code", "")), str(one.get("Message", "")))
+        for one in answer.get("Errors") or ()
+    }
+
+
+async def delete_batch_retried(
+    send: Callable[[Sequence[str]], Any], keys: Sequence[str], *, attempts: int
+) -> dict[str, tuple[str, str]]:
+    """Send a batch, and again those of its keys whose failure may pass; return what failed in the end.
+
+    Args:
+        send: Sends one request, and is retried as a whole inside.
+        keys: At most 1,000.
+        attempts: Requests in all.
+    """
+    failed: dict[str, tuple[str, str]] = {}
+    left = list(keys)
+    for attempt in range(attempts):
+        answer = await send(left)
+        missing = {key for key, (code, _) in answer.items() if code in MISSING_KEY}
+        again = [key for key, (code, _) in answer.items() if key not in missing and is_transient_code(code)]
+        failed |= {key: answer[key] for key in answer.keys() - missing - {*again}}
+        if not again:
+            return failed
+        left = again
+        if attempt + 1 < attempts:
+            _log.debug("%d keys of a batch delete are tried again: %s", len(again), answer[again[0]])
+            await asyncio.sleep(min(FIRST_PAUSE_S * 2**attempt, 10.0))
+    return failed | {key: answer[key] for key in left}

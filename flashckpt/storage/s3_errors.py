@@ -43,6 +43,8 @@ _PERMANENT = (
     "NotImplemented",
 )
 _UNKNOWN_REQUEST = ("NotImplemented", "MethodNotAllowed")
+_REFUSED_BATCH = ("NotImplemented", "MethodNotAllowed", "MissingContentMD5", "InvalidRequest", "MalformedXML")
+"""Answers of servers that have no batch delete, or want other checksums for it than the client sends."""
 
 
 def translate(error: BaseException, url: str, bucket: str, key: str) -> FlashckptError:
@@ -153,3 +155,17 @@ def is_transient(error: BaseException) -> bool:
     if "Credential" in name or "Param" in name:
         return False
     return is_transient_answer(code, status) if status else is_network(error)
+
+
+def has_no_batch_delete(error: BaseException) -> bool:
+    """Return whether a server refused the request as such, so that keys have to be deleted one by one."""
+    return error_code(error) in _REFUSED_BATCH or http_status(error) in (405, 501)
+
+
+def undeleted(url: str, bucket: str, key: str, code: str, message: str) -> RootError | StoreError | None:
+    """Return the error of one key; None where it was not there."""
+    error = request_error(url, bucket, key, code=code, status=500, found=f"{code}: {message}")
+    if isinstance(error, ObjectMissingError):
+        return None
+    assert isinstance(error, (RootError, StoreError))
+    return error

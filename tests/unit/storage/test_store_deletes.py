@@ -45,7 +45,7 @@ class Client:
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> S3Store:
-    monkeypatch.setattr("flashckpt.storage.s3_delete.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("flashckpt.storage.s3.FIRST_PAUSE_S", 0.0)
     return S3Store("s3://bucket/run", {"retries": 3})
 
 
