@@ -15,7 +15,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from flashckpt.acceptor import Acceptor
+from flashckpt.daemon.persister.coordinator import PersistCoordinator
 from flashckpt.environment import env
+from flashckpt.shm.inventory import NodeInventory
 
 _log = logging.getLogger(__name__)
 LABELS = ("job", "node")
@@ -190,3 +192,27 @@ def serve(
     shown = f"[{host}]" if ":" in host else host
     _log.info("metrics at http://%s:%d/metrics", shown, endpoint.port)
     return endpoint
+
+
+def numbers_of(
+    persisting: PersistCoordinator, view: NodeInventory, *, is_alive: bool, lag: int, failures: int, error: str
+) -> dict[str, float]:
+    """Return what is shown of the memory and the persists of this node, by the names of GAUGES and COUNTERS."""
+    newest = max(view.complete(), default=None)
+    found = {
+        "lag_persist_steps": lag,
+        "persisting": persisting.flush is not None,
+        "failing": bool(error),
+        "segment_bytes": view.reserved_bytes,
+        "ranks_alive": is_alive,
+        "failures": failures,
+        "skipped_persist_steps": persisting.skipped,
+        **vars(persisting.totals),
+    }
+    if newest is not None:
+        found |= {"snapshot_generation": newest[0], "snapshot_step": newest[1]}
+    if persisting.committed is not None:
+        found |= {"committed_generation": persisting.committed[0], "committed_step": persisting.committed[1]}
+    if persisting.committed_s is not None:
+        found["committed_age_seconds"] = time.monotonic() - persisting.committed_s
+    return {name: float(value) for name, value in found.items()}

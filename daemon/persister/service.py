@@ -288,7 +288,9 @@ class Daemon:
             replica_problem=(replicas.problem or self._replica_trouble)[:1000],
             pid=os.getpid(),
         )
-        self._numbers = self._measured(persisting, view, alive=alive, lag=lag)
+        self._numbers = metrics.numbers_of(
+            persisting, view, is_alive=alive, lag=lag, failures=self.attempts.failures, error=self.error
+        )
         if self.replication.session is not None:
             self._numbers |= replica_numbers(replicas)
         self._say(status)
@@ -301,28 +303,6 @@ class Daemon:
             self._status = replace(status, updated_ns=now)
             with contextlib.suppress(OSError, SharedMemoryError):  # tmpfs full: the next turn tries again
                 self.directory.write_status(self._status)
-
-    def _measured(
-        self, persisting: PersistCoordinator, view: NodeInventory, *, alive: bool, lag: int
-    ) -> dict[str, float]:
-        newest = max(view.complete(), default=None)
-        found = {
-            "lag_persist_steps": lag,
-            "persisting": persisting.flush is not None,
-            "failing": bool(self.error),
-            "segment_bytes": view.reserved_bytes,
-            "ranks_alive": alive,
-            "failures": self.attempts.failures,
-            "skipped_persist_steps": persisting.skipped,
-            **vars(persisting.totals),
-        }
-        if newest is not None:
-            found |= {"snapshot_generation": newest[0], "snapshot_step": newest[1]}
-        if persisting.committed is not None:
-            found |= {"committed_generation": persisting.committed[0], "committed_step": persisting.committed[1]}
-        if persisting.committed_s is not None:
-            found["committed_age_seconds"] = time.monotonic() - persisting.committed_s
-        return {name: float(value) for name, value in found.items()}
 
     def _finished(
         self,
