@@ -8,13 +8,11 @@ measurements, so that all nodes agree on it.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ from statistics import median_low
 from typing import Any
 
 from flashckpt import framing
+from flashckpt.acceptor import Acceptor
 from flashckpt.daemon.launcher import rendezvous_store
 from flashckpt.daemon.launcher.options import NodeCheckError
 from flashckpt.daemon.launcher.stop import Group
@@ -34,6 +33,7 @@ NOISE_S = 0.05
 """Differences below this are the scheduler's, not the node's."""
 _BLOCK_BYTES = 4 << 20
 _ROUNDS = 4
+_MOST_CONNECTIONS = 512
 PREFIX = "flashckpt/node-check"
 
 
@@ -169,9 +169,7 @@ class Check:
     def run(self) -> dict[int, str]:
         """Measure and return the verdict: node -> what is wrong with it; the same on every node."""
         listener = rendezvous_store.listener(self._address, 0) or _on_all_addresses()
-        listener.settimeout(self._timeout_s)
-        server = threading.Thread(target=_serve, args=(listener, self._delay_s), name="node-check", daemon=True)
-        server.start()
+        self._acceptor = Acceptor(listener, self._serve, name="node-check", most=_MOST_CONNECTIONS)
         try:
             self._set(f"address/{self._node}", [self._address, listener.getsockname()[1]])
             nodes = list(range(self._count))
@@ -182,8 +180,17 @@ class Check:
             self._share("done", {self._node: 0.0}, {node: (node,) for node in nodes})
             return verdict(alone, first, second)
         finally:
+            self._acceptor.close()
             listener.close()
-            server.join(1.0)
+
+    def _serve(self, sock: socket.socket, _: Any) -> None:
+        """Send back what a partner sends; ConnectionError at the end of it."""
+        sock.settimeout(self._timeout_s)
+        while True:
+            block = framing.receive(sock, _BLOCK_BYTES)  # a longer one is not of a node of this job
+            self._acceptor.proven(sock)
+            time.sleep(self._delay_s)
+            sock.sendall(block)
 
     def _exchange(self, name: str, pairs: Sequence[tuple[int, int]]) -> list[NodeTiming]:
         """Measure every pair, its first node asking; pairs run at the same time."""
@@ -235,27 +242,6 @@ def _on_all_addresses() -> socket.socket:
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", 0))
-
-
-def _serve(listener: socket.socket, delay_s: float) -> None:
-    """Echo what each partner sends, one thread per partner, until the listener is closed."""
-    while True:
-        try:
-            sock, _ = listener.accept()
-        except TimeoutError:
-            continue
-        except OSError:
-            return
-        sock.settimeout(listener.gettimeout())
-        threading.Thread(target=_echo, args=(sock, delay_s), name="node-check-echo", daemon=True).start()
-
-
-def _echo(sock: socket.socket, delay_s: float) -> None:
-    with sock, contextlib.suppress(OSError):
-        while True:
-            block = framing.receive(sock, _BLOCK_BYTES)  # a longer one is not of a node of this job
-            time.sleep(delay_s)
-            sock.sendall(block)
 
 
 def product_s(size: int = 512, rounds: int = 5) -> float:

@@ -339,5 +339,5 @@ def _renew(lease: ReadLease, every_s: float, stop: threading.Event) -> None:
     while not stop.wait(every_s):
         try:
             lease.renew()
-        except (RootError, StoreError) as error:
-            _log.warning("the lease on %s could not be renewed: %s", lease.prefix, error.problem)
+        except Exception as error:  # noqa: BLE001 -- unrenewed, what is being read may be deleted
+            _log.warning("the lease on %s could not be renewed: %s", lease.prefix, str(error).partition("\n")[0])

@@ -7,6 +7,7 @@ to the next one, and decides for itself where no node before it can be reached.
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import threading
 import time
@@ -25,6 +26,7 @@ from flashckpt.replicate.sender import ANSWER_S, CONNECT_S
 
 IDLE_S, BUSY_S = 1.0, 0.2
 """Seconds between two reports to the node that decides: with nothing to send, and while something is under way."""
+_log = logging.getLogger("flashckpt.daemon")
 
 
 class HeardReports:
@@ -88,27 +90,37 @@ class RoundsReporter:
         self._changed.set()
 
     def _run(self) -> None:
-        is_busy = False
+        is_busy, failure = False, ""
         while not self._over.is_set():
             idle_s = min(IDLE_S, env.FLASHCKPT_REPLICA_PATIENCE / 8)  # who says nothing for longer is passed over
             self._changed.wait(max(BUSY_S, len(self._session.addresses) / 1000) if is_busy else idle_s)
             self._changed.clear()
-            report = self._make()
-            if self._over.is_set() or report is None:
-                self._over.wait(BUSY_S / 4)
-                continue
-            leader = self._leader()
             try:
-                decision = self._ask(leader, report)
-            except (OSError, FlashckptError) as error:
-                self._failed(leader, error)
-                continue
-            self._failing.pop(leader, None)
-            self.problem = "" if leader == 0 else self.problem
-            is_busy = decision.target is not None or any(i != decision.kept for i in report.held[-1:])
-            if not self._over.is_set():
-                self._decided(decision)
+                is_busy = self._turn()
+            except Exception as error:  # noqa: BLE001 -- replicas wait, the thread does not end
+                if repr(error) != failure:
+                    _log.exception("a round of replicas failed")
+                failure, self.problem = repr(error), f"a round failed: {error!r}"
+                self._over.wait(IDLE_S)
         self._disconnect()
+
+    def _turn(self) -> bool:
+        """Report, and take the decision; return whether something is under way."""
+        report = self._make()
+        if self._over.is_set() or report is None:
+            self._over.wait(BUSY_S / 4)
+            return False
+        leader = self._leader()
+        try:
+            decision = self._ask(leader, report)
+        except (OSError, FlashckptError) as error:
+            self._failed(leader, error)
+            return False
+        self._failing.pop(leader, None)
+        self.problem = "" if leader == 0 else self.problem
+        if not self._over.is_set():
+            self._decided(decision)
+        return decision.target is not None or any(i != decision.kept for i in report.held[-1:])
 
     def _leader(self) -> int:
         """Return the first node that answers, or may answer by now; this one where none before it does."""

@@ -33,6 +33,7 @@ from flashckpt.checkpoint.retention import (
     choose_expired,
     decode_lease,
     keep,
+    leased,
     leased_prefixes,
     prune,
     reading,
@@ -408,3 +409,19 @@ def test_retention_counts_only_manifests_that_hold_whole(tmp_path: Path) -> None
     assert newest is not None
     assert newest.step == 20
     assert path.exists(), "what is damaged is left to be looked at"
+
+
+def test_a_lease_is_renewed_after_an_error_that_nobody_foresaw(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    renewals = []
+
+    def renew(_: ReadLease) -> None:
+        renewals.append(1)
+        if len(renewals) == 2:
+            raise ValueError("a client's own")
+
+    monkeypatch.setattr(ReadLease, "renew", renew)
+    with leased(store, prefix_of(1, 10), seconds=0.03):
+        wait_for(lambda: len(renewals) > 2, what="another renewal")
+    assert "could not be renewed: a client's own" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import threading
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from collections.abc import Callable
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from flashckpt.daemon.launcher.node_check import Check, NodeTiming, _echo, first_pairs, is_due, second_pairs, verdict
+from flashckpt.daemon.launcher.node_check import Check, NodeTiming, first_pairs, is_due, second_pairs, verdict
 from flashckpt.daemon.launcher.stop import Group
 
 INFINITE = float("inf")
@@ -61,7 +62,9 @@ def test_two_bad_nodes_in_one_pair_are_both_named() -> None:
     assert sorted(verdict(alone(*[1] * 6), first, pairs((2, 0, INFINITE), (3, 1, 8.0)))) == [2, 3]
 
 
-def run_checks(count: int, *, slow_product: int = -1, slow_network: int = -1) -> list[dict[int, str]]:
+def run_checks(
+    count: int, *, slow_product: int = -1, slow_network: int = -1, timeout_s: float = 30.0
+) -> list[dict[int, str]]:
     store, found = HashStore(), [{-1: "not run"} for _ in range(count)]
 
     def product_of(node: int) -> Callable[[], float]:
@@ -69,7 +72,15 @@ def run_checks(count: int, *, slow_product: int = -1, slow_network: int = -1) ->
 
     def one(node: int) -> None:
         delay_s = 1.0 if node == slow_network else 0.0
-        check = Check(store, node=node, count=count, address="127.0.0.1", product=product_of(node), delay_s=delay_s)
+        check = Check(
+            store,
+            node=node,
+            count=count,
+            address="127.0.0.1",
+            timeout_s=timeout_s,
+            product=product_of(node),
+            delay_s=delay_s,
+        )
         found[node] = check.run()
 
     threads = [threading.Thread(target=one, args=(node,)) for node in range(count)]
@@ -106,12 +117,28 @@ def test_newcomer_is_checked_by_nodes_that_were_checked_before() -> None:
 @pytest.mark.parametrize("data", [b"\xff" * 8 + bytes(1000), b"\x01\x00"])
 def test_length_that_no_node_sends_ends_the_connection(data: bytes) -> None:
     here, there = socket.socketpair()
-    with here:
+    with here, there:
         here.sendall(data)
         here.shutdown(socket.SHUT_WR)
-        _echo(there, 0.0)
+        with pytest.raises(ConnectionError):
+            Check(HashStore(), node=0, count=1, address="")._serve(there, None)
+        there.close()
         with contextlib.suppress(ConnectionResetError):  # closed before it had read everything
             assert here.recv(10) == b""
+
+
+def test_a_node_that_had_no_descriptor_for_a_moment_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    accept, failed = socket.socket.accept, set[socket.socket]()
+
+    def refused_once(sock: socket.socket) -> tuple[socket.socket, object]:
+        if sock not in failed:
+            failed.add(sock)
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(sock)
+
+    monkeypatch.setattr(socket.socket, "accept", refused_once)
+    assert run_checks(2, timeout_s=3.0) == [{}, {}]
+    assert len(failed) == 2
 
 
 def test_node_that_never_answers_is_named() -> None:

@@ -20,7 +20,8 @@ from flashckpt.cli.main import main
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister.service import Daemon
 from flashckpt.faults import CRASH_POINTS
-from flashckpt.replicate import records
+from flashckpt.planning.replica_rounds import NodeReport, RoundDecision
+from flashckpt.replicate import records, rounds
 from flashckpt.replicate.connections import SMALL, linked
 from flashckpt.shm import job_records
 
@@ -409,3 +410,33 @@ def test_command_shows_whose_replicas_of_which_step_how_many_bytes_and_the_lag(
                 True,
                 False,
             ]
+
+
+def test_rounds_go_on_after_an_error_that_nobody_foresaw(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rounds, "IDLE_S", 0.01)
+    session = records.ReplicaSession(
+        generation=1, node=0, addresses=("", ""), domains=("a", "b"), ranks=("0", "1"), replicas=1
+    )
+    turns, decisions = [], list[RoundDecision]()
+
+    def report() -> NodeReport:
+        turns.append(1)
+        if len(turns) < 3:
+            raise ValueError("a fault of ours")
+        return NodeReport()
+
+    reporter = rounds.RoundsReporter(
+        session,
+        threading.Event(),
+        report=report,
+        decide_here=lambda _, __: RoundDecision(),
+        decided=decisions.append,
+    )
+    try:
+        wait_for(lambda: decisions, what="a decision")
+    finally:
+        reporter.close()
+    assert caplog.text.count("a round of replicas failed") == 1
+    assert reporter.problem == ""
