@@ -38,7 +38,7 @@ from flashckpt.core.manifest import Manifest, decode_manifest
 from flashckpt.core.shard import Shard
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.daemon.persister.negotiation import CARRIED_LOOK_S, IDLE_LOOK_S
+from flashckpt.daemon.persister.messaging import CARRIED_LOOK_S, IDLE_LOOK_S
 from flashckpt.errors import ObjectMissingError
 from flashckpt.planning.packs import pack_name
 from flashckpt.planning.read_plan import plan_reads

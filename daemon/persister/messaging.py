@@ -1,4 +1,4 @@
-"""The messages of a node, which the ranks carry, and for how long it believes those that it receives. No I/O, as `negotiation`."""
+"""The messages of a node, which the ranks carry; how long it believes others, and how often it looks at the root. No I/O, as `negotiation`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,14 @@ from flashckpt.daemon.persister.protocol import Tick
 
 PATIENCE_S = 5.0
 """Seconds without a decision, after which what the ranks carry is not trusted any more: then the root is asked."""
+ROOT_LOOK_S = 0.5
+"""Seconds between two looks at the root while this node waits for others: events come with every snapshot."""
+LONG_COMMIT_WRITERS = 1000
+"""Writers of a snapshot from which on a node that waits for its commit looks less often, in proportion."""
+IDLE_LOOK_S = 8.0
+"""The most between two looks while nothing is to be persisted here and no other node is known to want anything."""
+CARRIED_LOOK_S = 64.0
+"""Seconds between two looks while the ranks carry messages, and none of them names a new decision."""
 _Proposal = TypeVar("_Proposal", bound=NodeProposal)
 
 
@@ -74,9 +82,42 @@ class Messaging:
             yield from self.send(tick, bare, waits=False, decided=identity)
 
 
+class RootLooks:
+    """When a node may look at the root; to look with every event would waste requests.
+
+    Attributes:
+        last_s: When it looked last.
+    """
+
+    def __init__(self) -> None:
+        """Has not looked yet."""
+        self.last_s = float("-inf")
+        self._idle_s = ROOT_LOOK_S
+
+    def may(self, now_s: float, *, is_idle: bool = False, is_quiet: bool = False) -> bool:
+        """Whether it may look now; it then does.
+
+        Args:
+            now_s: The time.
+            is_idle: Nothing would be done at once about what is found: each look is twice as late as the one before.
+            is_quiet: A message would name a decision, and none does: a node that waits need not look.
+        """
+        if is_quiet and not is_idle:
+            return False
+        if not is_idle:
+            self._idle_s = ROOT_LOOK_S
+        if now_s - self.last_s < (CARRIED_LOOK_S if is_quiet else self._idle_s):
+            return False
+        self.last_s = now_s
+        if is_idle and not is_quiet:
+            self._idle_s = min(2 * self._idle_s, IDLE_LOOK_S)
+        return True
+
+    def may_for_commit(self, now_s: float, writers: int) -> bool:
+        """Whether a node that waits for a commit may look now; that of many writers takes a while."""
+        return now_s - self.last_s >= ROOT_LOOK_S * writers / LONG_COMMIT_WRITERS and self.may(now_s)
+
+
 def aged(mine: NodeProposal, before: _Proposal | None) -> _Proposal | None:
     """Return what was sent before as if it named what is complete now."""
     return before and replace(before, complete=mine.complete)
-
-
-__all__ = ["PATIENCE_S", "Messaging", "aged"]

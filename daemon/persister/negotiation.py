@@ -25,18 +25,10 @@ from flashckpt.core.snapshot_id import BEFORE_ALL, NOTHING, SnapshotId
 from flashckpt.core.superblock import MIN_SLOTS
 from flashckpt.daemon.persister import protocol as p
 from flashckpt.daemon.persister.agreement import Search, choose_proposal, next_candidate, of_other_nodes, spacing
-from flashckpt.daemon.persister.messaging import Messaging, aged
+from flashckpt.daemon.persister.messaging import Messaging, RootLooks, aged
 from flashckpt.daemon.persister.persist import ROLLED_BACK, Persist
 from flashckpt.daemon.persister.protocol import Action, Event, NodeSlots, Outcome, Tick
 
-ROOT_LOOK_S = 0.5
-"""Seconds between two looks at the root while this node waits for others: events come with every snapshot."""
-LONG_COMMIT_WRITERS = 1000
-"""Writers of a snapshot from which on a node that waits for its commit looks less often, in proportion."""
-IDLE_LOOK_S = 8.0
-"""The most between two looks while nothing is to be persisted here and no other node is known to want anything."""
-CARRIED_LOOK_S = 64.0
-"""Seconds between two looks while the ranks carry messages, and none of them names a new decision."""
 SWEEP_EVERY_S = 1800.0
 """Seconds between two sweeps of the root."""
 
@@ -75,8 +67,8 @@ class Negotiation:
         self._published: NodeProposal | None = None
         self._messaging = Messaging()
         self._announced = NOTHING
-        self._looked_s = self._swept_s = float("-inf")
-        self._idle_look_s = ROOT_LOOK_S
+        self._looks = RootLooks()
+        self._swept_s = float("-inf")
         self._turn: p.Turn | None = None
         self._question: Action | None = None
 
@@ -142,10 +134,8 @@ class Negotiation:
             yield from self._decide(tick)
         if self.persist is not None:
             yield from self._messaging.announce(tick, self.persist.intent.identity)
-            many = len(self.persist.intent.writers) / LONG_COMMIT_WRITERS  # their commit takes a while: ask less often
-            outcome = yield from self.persist.advance(
-                tick, lambda: tick.now_s - self._looked_s >= ROOT_LOOK_S * many and self._may_look(tick.now_s)
-            )
+            writers = len(self.persist.intent.writers)
+            outcome = yield from self.persist.advance(tick, lambda: self._looks.may_for_commit(tick.now_s, writers))
             yield from self._end(self.persist, outcome)
         if self.persist is None and tick.now_s - self._swept_s >= SWEEP_EVERY_S:
             self._swept_s = tick.now_s  # a failed retention is not retried at once: nothing depends on it
@@ -210,25 +200,6 @@ class Negotiation:
         """Whether the newest generation here has ranks on other nodes."""
         return self._node_count > 1 and not node.is_whole(node.newest_generation())
 
-    def _may_look(self, now_s: float, *, is_idle: bool = False, is_quiet: bool = False) -> bool:
-        """Whether the root may be polled again; polling it with every event would waste requests.
-
-        Args:
-            now_s: The time.
-            is_idle: Nothing would be done at once about what is found: each look is twice as late as the one before.
-            is_quiet: A message would name a decision, and none does: a node that waits need not look.
-        """
-        if is_quiet and not is_idle:
-            return False
-        if not is_idle:
-            self._idle_look_s = ROOT_LOOK_S
-        if now_s - self._looked_s < (CARRIED_LOOK_S if is_quiet else self._idle_look_s):
-            return False
-        self._looked_s = now_s
-        if is_idle and not is_quiet:
-            self._idle_look_s = min(2 * self._idle_look_s, IDLE_LOOK_S)
-        return True
-
     def _is_idle(self, tick: Tick) -> bool:
         """Whether neither this node has anything to persist nor another one, as far as it has received."""
         is_wanted = any(map(self._is_wanting, self._heard))
@@ -245,12 +216,12 @@ class Negotiation:
         announced = self._messaging.announced(received or (), floor=self.floor, abandoned=self._abandoned)
         is_quiet = received is not None and announced is None
         look = not self._intents_are_read or (
-            has_others and self._may_look(tick.now_s, is_idle=is_idle, is_quiet=is_quiet)
+            has_others and self._looks.may(tick.now_s, is_idle=is_idle, is_quiet=is_quiet)
         )
         if announced is not None and announced != self._announced:
             look, self._announced = True, announced
         if look and received is not None:
-            self._looked_s = tick.now_s
+            self._looks.last_s = tick.now_s
         if look and (yield from self._adopt(tick)):
             return
         if look and is_quiet and is_idle:

@@ -16,7 +16,7 @@ from flashckpt.core.intent import Intent
 from flashckpt.core.manifest import Manifest
 from flashckpt.daemon.persister import protocol as p
 from flashckpt.daemon.persister.coordinator import PersistCoordinator
-from flashckpt.daemon.persister.negotiation import IDLE_LOOK_S, ROOT_LOOK_S
+from flashckpt.daemon.persister.messaging import IDLE_LOOK_S, ROOT_LOOK_S
 from flashckpt.daemon.persister.protocol import Action, Event
 from flashckpt.shm.job_directory import JobConfig
 from flashckpt.storage.store import Store

@@ -18,7 +18,7 @@ from support.ranks import wait_for
 from flashckpt.checkpoint.writer import write_packs
 from flashckpt.core.intent import NodeProposal
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.daemon.persister import flush, negotiation, persist
+from flashckpt.daemon.persister import flush, messaging, negotiation, persist
 from flashckpt.daemon.persister.agreement import Search, choose_proposal, next_candidate, of_other_nodes
 from flashckpt.daemon.persister.housekeeping import Housekeeper
 from flashckpt.daemon.persister.retire import superseded
@@ -36,7 +36,7 @@ NODES = 3
 def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeJob]]:
     """One job on three nodes of two ranks each: three memory tiers, one root."""
     monkeypatch.setattr(persist, "LEASE_S", 0.0)
-    monkeypatch.setattr(negotiation, "ROOT_LOOK_S", 0.0)
+    monkeypatch.setattr(messaging, "ROOT_LOOK_S", 0.0)
     made = []
     for node in range(NODES):
         memory = tmp_path / f"node{node}"

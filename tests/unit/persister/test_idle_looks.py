@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from support.negotiations import Node, Root
 
-from flashckpt.daemon.persister.negotiation import CARRIED_LOOK_S, IDLE_LOOK_S, ROOT_LOOK_S
+from flashckpt.daemon.persister.messaging import CARRIED_LOOK_S, IDLE_LOOK_S, ROOT_LOOK_S
 
 TENTH = 0.1
 

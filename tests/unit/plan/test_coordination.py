@@ -18,7 +18,7 @@ from flashckpt.checkpoint.proposals import Proposals
 from flashckpt.checkpoint.retention import Policy, prune
 from flashckpt.checkpoint.writer import commit, prefix_of, write_packs
 from flashckpt.core.intent import NodeProposal
-from flashckpt.daemon.persister import negotiation
+from flashckpt.daemon.persister import messaging
 from flashckpt.plan import coordination as model
 from flashckpt.plan.coordination import AtSize, Coordination, coordination, walls
 from flashckpt.shm import ack_relay
@@ -84,7 +84,7 @@ def test_looks(store: Store, asked: Counter[str], nodes: int) -> None:
     asked.clear()
     read_intents(store)
     board.read(store, 1)
-    assert asked.total() * nodes / negotiation.CARRIED_LOOK_S == made.idle_requests_per_s
+    assert asked.total() * nodes / messaging.CARRIED_LOOK_S == made.idle_requests_per_s
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 8])
@@ -129,7 +129,7 @@ def test_an_idle_minute_of_a_job_that_runs_is_a_look_per_node(nodes: int) -> Non
     for node in jobs:
         node.take(5)
     turn(jobs, 1000.0)
-    before, seconds = jobs[0].counted.total, int(negotiation.CARRIED_LOOK_S)
+    before, seconds = jobs[0].counted.total, int(messaging.CARRIED_LOOK_S)
     for second in range(16, seconds + 1, 16):
         turn(jobs, 1000.0 + second)
     asked = jobs[0].counted.total - before
@@ -142,10 +142,10 @@ def test_an_idle_minute_of_a_job_that_runs_is_a_look_per_node(nodes: int) -> Non
 
 def test_what_the_model_takes_from_the_product_is_what_the_product_does() -> None:
     assert root_records.IN_FLIGHT == model.IN_FLIGHT
-    assert negotiation.ROOT_LOOK_S == model.LOOK_S
-    assert negotiation.CARRIED_LOOK_S == model.CARRIED_LOOK_S
+    assert messaging.ROOT_LOOK_S == model.LOOK_S
+    assert messaging.CARRIED_LOOK_S == model.CARRIED_LOOK_S
     assert ack_relay.LONGEST_S == model.CARRIED_S
-    assert negotiation.LONG_COMMIT_WRITERS == model.LONG_COMMIT_WRITERS
+    assert messaging.LONG_COMMIT_WRITERS == model.LONG_COMMIT_WRITERS
     assert indexes.RANGED_FROM == model.RANGED_FROM
 
 
@@ -167,9 +167,9 @@ def test_requests_of_a_persist_are_those_of_all_persisters(
     assert made.job_requests == pytest.approx(sum(asked.values()), abs=SPARE), asked
     assert not {"PublishProposal", "ReadProposals"} & {name for name, count in asked.items() if count}
     before = jobs[0].counted.total
-    for second in range(int(negotiation.CARRIED_LOOK_S)):
+    for second in range(int(messaging.CARRIED_LOOK_S)):
         turn(jobs, 1080.0 + second)
-    assert jobs[0].counted.total - before == made.idle_requests_per_s * negotiation.CARRIED_LOOK_S
+    assert jobs[0].counted.total - before == made.idle_requests_per_s * messaging.CARRIED_LOOK_S
 
 
 def test_where_no_ranks_carry_it_nodes_agree_by_objects_on_the_root_and_ask_more() -> None:
