@@ -15,7 +15,7 @@ from typing import Protocol
 
 from flashckpt.daemon.machine.process import session_cpu_s
 from flashckpt.daemon.zygote.worker import STACKS_SIGNAL
-from flashckpt.shm.persister_process import stat_of
+from flashckpt.shm.persister_process import log_size, stat_of
 
 MINIMUM_S = 60.0
 LEARNT_STEPS = 20
@@ -252,7 +252,7 @@ def collect(
     asked = {}
     for local_rank, pid in workers.items():
         if _handles(pid, STACKS_SIGNAL):
-            asked[local_rank] = _size(files[local_rank])
+            asked[local_rank] = log_size(files[local_rank])
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, STACKS_SIGNAL)
     end = time.monotonic() + wait_s
@@ -269,13 +269,6 @@ def _handles(pid: int, signum: int) -> bool:
         return False
     match = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
     return match is not None and bool(int(match[1], 16) >> (signum - 1) & 1)
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
 
 
 def _read(path: Path, start: int) -> str:

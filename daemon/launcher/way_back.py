@@ -33,7 +33,7 @@ def _older(job: JobDirectory | None, step: int) -> tuple[str, Sequence[int]]:
     """Return the root, and the steps before `step` that are committed on it, newest first; none where it does not answer in time."""
     config = None
     with contextlib.suppress(FlashckptError, OSError):
-        config = job and job.read_config()
+        config = None if job is None else job.read_config()
     if config is None:
         return "", []
     return config.root, sorted((one for one in steps_on_root(config, _LIMIT_S) if one < step), reverse=True)

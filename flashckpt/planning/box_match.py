@@ -153,7 +153,7 @@ def match(wanted: ShardTable, left: Ints, held: ShardTable, *, name: str) -> Mat
                 source=np.zeros(len(chosen), np.int64),
             )
         )
-    partial = [Gap(row, _box(wanted, row)) for row in left[decided == 2].tolist()]
+    partial = [Gap(row, box_of(wanted, row)) for row in left[decided == 2].tolist()]
     return Match(reads=Reads.joined(parts, width), left=left[decided == 0], partial=partial)
 
 
@@ -292,7 +292,8 @@ def fingerprints(low: Ints, high: Ints) -> npt.NDArray[np.uint64]:
     return found
 
 
-def _box(table: ShardTable, row: int) -> Box:
+def box_of(table: ShardTable, row: int) -> Box:
+    """Return the box of a row."""
     shard = table.shard(row)
     return Box(shard.offsets, shard.lengths)
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from flashckpt.core.shard import ITEMSIZE, Box, Shard
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.errors import ShardGapError
-from flashckpt.planning.box_match import Gap, Read, Reads, SourceRow, match, refuse_other_kind, row_boxes
+from flashckpt.planning.box_match import Gap, Read, Reads, SourceRow, box_of, match, refuse_other_kind, row_boxes
 
 Ints = npt.NDArray[np.int64]
 
@@ -117,7 +117,7 @@ def plan_reads(
         gaps, cut = _cut_out(table, [*gaps, *found.partial], source, held, names=names)
         parts += [found.reads.of(source), *cut]
         left = found.left
-    whole = [Gap(target, _box_of(table, target)) for target in left.tolist()]
+    whole = [Gap(target, box_of(table, target)) for target in left.tolist()]
     gaps = sorted([*gaps, *whole], key=lambda gap: gap.target)
     return _assembled(table, sources, parts, gaps)
 
@@ -202,11 +202,6 @@ def _assembled(
 def most_dims(table: ShardTable) -> int:
     """Return the most dimensions that a row has."""
     return int(table.ndim.max(initial=0))
-
-
-def _box_of(table: ShardTable, row: int) -> Box:
-    shard = table.shard(row)
-    return Box(shard.offsets, shard.lengths)
 
 
 def _name(source: int, names: Sequence[str]) -> str:
