@@ -88,7 +88,8 @@ def pack(record: Any, *, leave_out: Collection[str] = ()) -> dict[str, Any]:
         record: A dataclass of the types that `unpack` knows.
         leave_out: Fields that this kind of record does not carry.
     """
-    return {key: getattr(record, name) for name, key, *_ in _schema(type(record)) if name not in leave_out}
+    kind: Any = type(record)
+    return {key: getattr(record, name) for name, key, *_ in _schema(kind) if name not in leave_out}
 
 
 def unpack(

@@ -207,7 +207,7 @@ class SnapshotAcks:
         """
         if low_watermark is not None:
             self._low_watermark = max(self._low_watermark, low_watermark)
-        held = [i for i in identities if i.generation == self._generation or not is_rolled_back(i, self._line)]
+        held = [i for i in identities if i[0] == self._generation or not is_rolled_back(i, self._line)]
         mine = RankAcks.of(held, self._low_watermark)
         row = self._control.row(self._local_rank)
         if row.generation != self._generation or row.rank != self._rank:

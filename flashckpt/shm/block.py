@@ -18,7 +18,7 @@ import sys
 import threading
 from multiprocessing import shared_memory
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from flashckpt.core.digest import digest
 
@@ -62,6 +62,12 @@ class SharedBlock(shared_memory.SharedMemory):
                 module.resource_tracker = tracker
 
     _fd: int
+
+    if TYPE_CHECKING:  # the parent's may be None, which this one is only once it is closed
+
+        @property
+        def buf(self) -> memoryview:
+            """All its bytes; invalid once it is closed."""
 
     @property
     def inode(self) -> int:

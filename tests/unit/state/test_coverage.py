@@ -147,5 +147,5 @@ def test_one_element_that_is_not_finite_is_found_in_its_turn() -> None:
     data, watch = bytearray(plan.layout.total), FiniteWatch()
     (item,) = plan.fenced
     data[item.offset : item.offset + item.nbytes] = values.tobytes()
-    looks = [watch.look(plan, Buffer(memoryview(data))) for _ in range(64 * 40 // 32)]
+    looks = [watch.look(plan.layout, Buffer(memoryview(data))) for _ in range(64 * 40 // 32)]
     assert [name for name in looks if name] == ["model.weight"]
