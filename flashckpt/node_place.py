@@ -16,8 +16,8 @@ from flashckpt.core.lineage import BEGINNING
 from flashckpt.environment import env
 from flashckpt.logs import guarded
 from flashckpt.native import IMPLEMENTATIONS, implementation
-from flashckpt.partnering import Partnering
 from flashckpt.planning.inventory import local_world
+from flashckpt.plugin import ReplicaPlan
 from flashckpt.restore.coordinator import RestoreOutcome
 from flashckpt.settings import Settings
 from flashckpt.shm.ack_relay import AckRelay, RelayStore, RelayThread
@@ -57,7 +57,7 @@ class OpenedJob:
     settings: Settings
     outcome: RestoreOutcome
     plan: CopyPlan | None
-    partnering: Partnering | None = None
+    partnering: ReplicaPlan | None = None
 
     @property
     def mates(self) -> Sequence[int]:

@@ -7,12 +7,12 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from flashckpt import plugin
 from flashckpt.accelerator import index_of
 from flashckpt.errors import FlashckptError
 from flashckpt.logs import guarded, notice
 from flashckpt.native import implementation
 from flashckpt.node_place import OpenedJob
-from flashckpt.partnering import Partnering
 from flashckpt.planning.inventory import Inventory, local_world
 from flashckpt.restore.coordinator import RestoreCoordinator, RestoreRequest
 from flashckpt.restore.recorded import recorded_beside
@@ -49,7 +49,7 @@ class Opening:
     begins_fresh: bool
     directory: JobDirectory = field(init=False)
     memory: segments.RankSegments = field(init=False)
-    partnering: Partnering | None = field(init=False, default=None)
+    partnering: plugin.ReplicaPlan | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         settings = self.settings
@@ -114,8 +114,9 @@ class Opening:
         missing, wanted = sum(inventories[r].need_bytes for r in mates), self.settings.slot_count
         replica_bytes = None
         if self.settings.replicate and local_world(inventories, 0) != list(range(len(inventories))):
-            self.partnering = Partnering.agree(self.settings, inventories, plan.layout.reserved, self.directory)
-            replica_bytes = self.partnering.missing_bytes
+            agree = plugin.load(plugin.EXTRAS, "replicas").agree
+            partnering: plugin.ReplicaPlan = agree(self.settings, inventories, plan.layout.reserved, self.directory)
+            self.partnering, replica_bytes = partnering, partnering.missing_bytes
         slots = segments.slots_for(
             missing, min(inventories[r].free_bytes for r in mates), wanted, replica_bytes=replica_bytes
         )

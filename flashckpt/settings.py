@@ -16,11 +16,12 @@ import msgpack
 
 from flashckpt.core.superblock import MAX_SLOTS, MIN_SLOTS
 from flashckpt.errors import ConfigError
-from flashckpt.planning.partners import MOST_REPLICAS
 
 MAX_STEP = 10**15
 """Largest step number, and largest interval: far from the end of a signed 64-bit word."""
 MAX_COMPRESSION_LEVEL = 19
+MOST_REPLICAS = 2
+"""Most partners of a node."""
 _COMPRESSIONS = f'"off", "auto", "zstd" or "zstd:LEVEL" with LEVEL 1 to {MAX_COMPRESSION_LEVEL}'
 _OF_GENERATORS = ("get_state", "getstate", "bit_generator", "state_dict")
 """What generators of torch, Python and numpy, and wrappers of them, have; one of them is found in each."""

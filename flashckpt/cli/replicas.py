@@ -7,13 +7,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+from flashckpt import plugin
 from flashckpt.cli.common import human_bytes, jobs_on_this_machine
 from flashckpt.core.generation import Generation
 from flashckpt.core.lineage import is_rolled_back
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError
-from flashckpt.replicate import records
-from flashckpt.replicate.records import ReplicaSession
+from flashckpt.plugin import ReplicaSession
 from flashckpt.shm.inventory import SlotEntry
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.job_records import DaemonStatus
@@ -100,9 +100,11 @@ def lags(root: str) -> list[dict[str, Any]]:
 
 
 def _session(directory: JobDirectory) -> ReplicaSession | None:
-    with contextlib.suppress(FlashckptError, OSError):
-        return records.read_session(directory)
-    return None
+    found: ReplicaSession | None = None
+    if (read := plugin.optional("replica-session")) is not None:
+        with contextlib.suppress(FlashckptError, OSError):
+            found = read(directory)
+    return found
 
 
 def _name(session: ReplicaSession | None, rank: int) -> str:

@@ -10,7 +10,7 @@ import pytest
 from support.paths import ROOT
 
 TEXT = (ROOT / "ARCHITECTURE.md").read_text()
-TOPS = ("flashckpt", "daemon", "sampler", "trainer")
+TOPS = ("flashckpt", "daemon", "sampler", "trainer", "extras")
 
 
 def map_of(text: str) -> set[str]:

@@ -21,10 +21,10 @@ from flashckpt.core.generation import Generation
 from flashckpt.core.lineage import SlotRecord, common, is_rolled_back
 from flashckpt.core.slot_header import SlotHeader, SlotState
 from flashckpt.core.snapshot_id import NEVER, SnapshotId
-from flashckpt.planning.partners import partner_map
-from flashckpt.planning.replica_rounds import NodeReport, newest
-from flashckpt.planning.round_memory import DecidingMemory, PartnerView, RoundMemory
 from flashckpt.planning.slot_policy import choose_slot
+from flashckpt.replicate.partners import partner_map
+from flashckpt.replicate.replica_rounds import NodeReport, newest
+from flashckpt.replicate.round_memory import DecidingMemory, PartnerView, RoundMemory
 from flashckpt.replicate.slots import REPLICA_SLOTS, Kept
 from flashckpt.shm.acks import combine_acks
 from flashckpt.shm.control import RankAcks

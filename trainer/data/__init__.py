@@ -1,5 +1,5 @@
 """The corpus of a run: fetched, tokenized, cut into windows.
 
 In: a configuration. Out: datasets and samplers.
-May import: flashckpt.sampler, trainer.config, trainer.hub.byte_tokenizer.
+May import: flashckpt.sampler, trainer.config, trainer.data.byte_tokenizer.
 """

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from flashckpt.errors import ConfigError, DataError, FlashckptError
 from flashckpt.sampler.datasets.remote_file import RemoteFile
-from flashckpt.trainer.hub.byte_tokenizer import byte_tokenizer
+from flashckpt.trainer.data.byte_tokenizer import byte_tokenizer
 
 BYTES = 256
 """Tokens of text that is read as bytes."""

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from flashckpt.errors import LayoutError
 from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.parallel import schedules
 from flashckpt.trainer.parallel.batch_split import Rounds, split_batch
+from flashckpt.trainer.parallel.float8_layers import check_float8
 from flashckpt.trainer.parallel.groups import check_groups
 from flashckpt.trainer.parallel.switches import check_cut_experts, check_switches, check_zero, replicas_of
-from flashckpt.trainer.plan import schedules
-from flashckpt.trainer.plan.float8 import check_float8
 
 SINGLE_STAGE = ("1F1B", "GPipe")
 MULTI_STAGE = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from flashckpt.errors import LayoutError
 from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.model.recompute import parse_recompute
+from flashckpt.trainer.parallel.schedules import SPLIT_BACKWARD
 from flashckpt.trainer.parallel_config import ParallelConfig, Recompute
-from flashckpt.trainer.plan.recompute import parse_recompute
-from flashckpt.trainer.plan.schedules import SPLIT_BACKWARD
 
 _SPLIT = frozenset(name.lower() for name in SPLIT_BACKWARD)
 

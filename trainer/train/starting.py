@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-from typing import TYPE_CHECKING
 
 import torch
 
+from flashckpt import plugin
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.data.mixed import open_data
 from flashckpt.trainer.data.training_data import TrainingData
@@ -19,12 +18,7 @@ from flashckpt.trainer.parallel.float8 import described_float8
 from flashckpt.trainer.parallel.layout import Layout, resolve_layout
 from flashckpt.trainer.parallel.switches import host_memory_switches
 from flashckpt.trainer.phases import Phase
-from flashckpt.trainer.plan.start import start_line
 from flashckpt.trainer.train.record import say_once
-from flashckpt.trainer.train.reporter import Reporter
-
-if TYPE_CHECKING:
-    from flashckpt.trainer.train.loop import Trainer
 
 
 def training_data(config: RunConfig, seed: int, parallel: Parallel, layout: Layout) -> TrainingData:
@@ -62,7 +56,8 @@ def announce(config: RunConfig, layout: Layout, parallel: Parallel) -> None:
         say_once(logging.INFO, float8)
     if products := described_products(parallel.parts[0]):
         say_once(logging.INFO, products)
-    say_once(logging.INFO, start_line(config, layout, device_name(device)))
+    if (start_line := plugin.optional("start-line")) is not None:
+        say_once(logging.INFO, start_line(config, layout, device_name(device)))
     if not config.checkpoint.root:
         say_once(logging.WARNING, "no checkpoints are made: checkpoint.root is empty, [checkpoint] has no effect")
 
@@ -76,23 +71,3 @@ def announce_phase(phase: Phase) -> None:
             f"phase {phase.number} from step {phase.first_step}: seq_len {config.train.seq_len}, global batch "
             f"{config.train.global_batch}, rope base {config.model.rope_base:g}, lr {config.optim.lr:g}",
         )
-
-
-def reporter_of(trainer: Trainer) -> Reporter | None:
-    """Return what writes this run's outputs, on the rank that does; it begins after the step that is done."""
-    if not trainer.parallel.reporter:
-        return None
-    device = trainer.parallel.device
-    is_cuda = device.type == "cuda"
-    reporter = Reporter(
-        trainer.phase.config,
-        world=trainer.layout.world,
-        after=trainer.done,
-        engine=trainer.watch,
-        events=trainer.events,
-        device=device_name(device),
-        device_bytes=functools.partial(torch.cuda.max_memory_allocated, device) if is_cuda else None,
-    )
-    if trainer.watch is not None and trainer.watch.restored:
-        reporter.note(trainer.done, trainer.watch.restored)
-    return reporter

@@ -23,7 +23,7 @@ from flashckpt.trainer.parallel.apply import Parallel, local_tensor, set_gradien
 from flashckpt.trainer.parallel_config import ParallelConfig
 from flashckpt.trainer.train.expert_load import ExpertLoad
 from flashckpt.trainer.train.optim import local_square_sum, scale_gradients, settle_gradients
-from flashckpt.trainer.watch.phases import PhaseTimer
+from flashckpt.trainer.train.step_phases import PhaseTimer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

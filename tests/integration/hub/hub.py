@@ -22,8 +22,8 @@ from flashckpt.checkpoint import direct_writer
 from flashckpt.errors import ConfigError
 from flashckpt.trainer.__main__ import main
 from flashckpt.trainer.config import RunConfig, from_values, to_values
+from flashckpt.trainer.data.byte_tokenizer import byte_tokenizer
 from flashckpt.trainer.evaluate.check import check
-from flashckpt.trainer.hub.byte_tokenizer import byte_tokenizer
 from flashckpt.trainer.hub.hub_config import from_hub
 from flashckpt.trainer.hub.source import HubFolder
 from flashckpt.trainer.hub.start import with_model_of_weights

@@ -26,8 +26,8 @@ from flashckpt.trainer.model.transformer import Transformer
 from flashckpt.trainer.parallel.apply import build_parallel
 from flashckpt.trainer.parallel.distributed import process_group
 from flashckpt.trainer.parallel.float8 import convert_layers, described_float8
+from flashckpt.trainer.parallel.float8_layers import float8_layers
 from flashckpt.trainer.parallel.switches import recompute_of
-from flashckpt.trainer.plan.float8 import float8_layers
 from flashckpt.trainer.train import loop
 
 torchao = pytest.importorskip("torchao")

@@ -23,10 +23,10 @@ from flashckpt.storage.factory import open_store
 from flashckpt.trainer.config import from_values, to_values
 from flashckpt.trainer.dry_run.command import describe
 from flashckpt.trainer.dry_run.options import DryRunOptions
+from flashckpt.trainer.model.flops import count_parameters
 from flashckpt.trainer.parallel.apply import local_tensor
 from flashckpt.trainer.parallel.distributed import process_group
 from flashckpt.trainer.parallel.layout import resolve_layout
-from flashckpt.trainer.plan.flops import count_parameters
 from flashckpt.trainer.plan.held import held as plan_held
 from flashckpt.trainer.train.loop import Trainer, prepare
 

@@ -15,10 +15,10 @@ from flashckpt.trainer.dry_run.command import describe
 from flashckpt.trainer.dry_run.options import DryRunOptions
 from flashckpt.trainer.dry_run.report import as_text
 from flashckpt.trainer.hub.hub_config import from_hub, to_hub
+from flashckpt.trainer.model.flops import count_parameters
 from flashckpt.trainer.parallel.layout import resolve_layout
 from flashckpt.trainer.parallel.switches import with_precision
 from flashckpt.trainer.plan.activations import estimate
-from flashckpt.trainer.plan.flops import count_parameters
 from flashckpt.trainer.plan.held import held
 
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))

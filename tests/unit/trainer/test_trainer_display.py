@@ -17,6 +17,7 @@ from support.screen import Terminal, terminal
 
 from flashckpt import agent_folder
 from flashckpt.trainer.nonfatal import NonfatalStream, nonfatal_streams
+from flashckpt.trainer.terminal import CLEAR, terminal_of
 from flashckpt.trainer.train.metrics import StepRecord
 from flashckpt.trainer.train.report_once import report_once
 from flashckpt.trainer.watch import panel
@@ -24,7 +25,6 @@ from flashckpt.trainer.watch.events import KEPT, Event, Events
 from flashckpt.trainer.watch.figures import Figures
 from flashckpt.trainer.watch.live import LiveDisplay
 from flashckpt.trainer.watch.plain import ProgressLine, duration
-from flashckpt.trainer.watch.terminal import CLEAR, terminal_of
 
 RECORD: dict[str, Any] = {"norm": 1.25, "rate": 0.1, "tokens": 64, "samples": "ab", "seconds": 2.0, "loss": 2.5}
 FIGURES = Figures(

@@ -11,12 +11,12 @@ import torch
 
 from flashckpt.errors import DivergedError
 from flashckpt.trainer.config import GuardConfig, from_values
+from flashckpt.trainer.model.flops import count_parameters, flops_per_token
 from flashckpt.trainer.model.transformer import Transformer
 from flashckpt.trainer.model_config import ModelConfig
 from flashckpt.trainer.optim_config import OptimConfig
 from flashckpt.trainer.parallel.apply import MicroBatch, build_stage
 from flashckpt.trainer.parallel.layout import resolve_layout
-from flashckpt.trainer.plan.flops import count_parameters, flops_per_token
 from flashckpt.trainer.rate import learning_rate
 from flashckpt.trainer.train.anomaly import Guard
 from flashckpt.trainer.train.metrics import StepRecord, Trace, read_trace

@@ -16,12 +16,12 @@ from flashckpt.trainer.dry_run.command import describe
 from flashckpt.trainer.dry_run.options import DryRunOptions
 from flashckpt.trainer.model import kept
 from flashckpt.trainer.model.loss import per_token_loss
+from flashckpt.trainer.model.recompute import parse_recompute
 from flashckpt.trainer.model.transformer import Transformer
 from flashckpt.trainer.parallel.layout import resolve_layout
 from flashckpt.trainer.plan.activations import estimate
 from flashckpt.trainer.plan.forecast import memory
 from flashckpt.trainer.plan.held import held, stored_bytes
-from flashckpt.trainer.plan.recompute import parse_recompute
 
 ODD: dict[str, Any] = {"dim": 24, "heads": 4, "kv_heads": 2, "ffn": 40, "layers": 4, "head_dim": 8, "qkv_bias": True}
 SPARSE = {**ODD, "qk_norm": True, "experts": 4, "ffn": 16, "shared_ffn": 24, "tied_embeddings": True}

@@ -9,10 +9,10 @@ import pytest
 
 from flashckpt.errors import ConfigError, LayoutError
 from flashckpt.trainer.config import from_values
+from flashckpt.trainer.model.flops import flops_per_token, mfu, recomputed_flops_per_token, training_days
 from flashckpt.trainer.model_config import ModelConfig
 from flashckpt.trainer.parallel.layout import resolve_layout
 from flashckpt.trainer.plan.failures import chance, gpu_hours
-from flashckpt.trainer.plan.flops import flops_per_token, mfu, recomputed_flops_per_token, training_days
 from flashckpt.trainer.plan.forecast import memory, step_time
 from flashckpt.trainer.plan.gpus import GPUS
 from flashckpt.trainer.plan.held import zero_bytes

@@ -1,0 +1,110 @@
+"""The figures of a step that are not part of its result: speed, memory, checkpoints. And their names on the pages."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from flashckpt.environment import env
+from flashckpt.trainer.model.flops import mfu
+from flashckpt.trainer.train.metrics import StepRecord
+from flashckpt.trainer.watch.engine import EngineWatch
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figures:
+    """What is known about one step besides its record; None where it is not known.
+
+    Attributes:
+        tokens_per_s: Of all ranks together.
+        mfu: Share of the devices' peak, 0.0 to 1.0.
+        planned_mfu: What the plan expects of it.
+        device_gib: Peak that torch has allocated on the reporting rank's device, GiB.
+        host_gib: Resident memory of the reporting rank, the snapshots that it maps included, GiB.
+        snapshot, committed, lag, restarts: As of EngineWatch, in steps.
+    """
+
+    tokens_per_s: float
+    mfu: float | None = None
+    planned_mfu: float | None = None
+    device_gib: float | None = None
+    host_gib: float | None = None
+    snapshot: int = 0
+    committed: int | None = None
+    lag: int | None = None
+    restarts: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepMeter:
+    """Measures the figures of a step.
+
+    Attributes:
+        batch_tokens: Of the global batch.
+        flops: Per token.
+        peak_tflops: Of one device; 0: not known.
+        world: Number of devices.
+        planned_mfu: As Figures has it.
+        device_bytes: Returns the peak of memory on the device; None where there is none.
+        engine: What the engine does; None without checkpoints.
+    """
+
+    batch_tokens: int
+    flops: float = 0.0
+    peak_tflops: float = 0.0
+    world: int = 1
+    planned_mfu: float | None = None
+    device_bytes: Callable[[], int] | None = None
+    engine: EngineWatch | None = None
+
+    def measure(self, record: StepRecord) -> Figures:
+        """Return the figures of a step that has just ended."""
+        speed = self.batch_tokens / record.seconds if record.seconds > 0 else 0.0
+        engine = self.engine
+        return Figures(
+            tokens_per_s=speed,
+            mfu=mfu(speed, self.flops, self.peak_tflops * 1e12, self.world) if self.peak_tflops else None,
+            planned_mfu=self.planned_mfu,
+            device_gib=None if self.device_bytes is None else self.device_bytes() / 2**30,
+            host_gib=resident_gib(),
+            snapshot=0 if engine is None else engine.snapshot,
+            committed=None if engine is None else engine.committed,
+            lag=None if engine is None else engine.lag,
+            restarts=env.FLASHCKPT_RESTART if engine is None else engine.restarts,
+        )
+
+
+def resident_gib() -> float | None:
+    """Return the resident memory of this process; None where /proc does not say."""
+    try:
+        with open("/proc/self/statm", "rb", buffering=0) as file:  # noqa: PTH123 -- a third of the time of Path
+            return int(file.read().split()[1]) * _PAGE_BYTES / 2**30
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def curves(record: StepRecord, figures: Figures, world: int) -> dict[str, float]:
+    """Return the point of each curve at this step by its name, on TensorBoard's page and wandb's alike."""
+    values: dict[str, float | None] = {
+        "train/loss": record.loss,
+        "train/gradient norm": record.norm,
+        "train/learning rate": record.rate,
+        "throughput/tokens per second": figures.tokens_per_s,
+        "throughput/tokens per second and device": figures.tokens_per_s / world,
+        "throughput/seconds per step": record.seconds,
+        "throughput/MFU": figures.mfu,
+        "throughput/MFU planned": figures.planned_mfu,
+        "memory/device peak GiB": figures.device_gib,
+        "memory/host resident GiB": figures.host_gib,
+        "checkpoint/snapshot stall ms": record.stall_ms,
+        "checkpoint/persist lag steps": figures.lag,
+        "checkpoint/restarts so far": float(figures.restarts),
+    }
+    values |= {f"train/loss {name}": value for name, value in record.channels.items()}
+    for layer, load in enumerate(loads := record.expert_loads()):
+        values |= {f"experts/layer {layer} load, max over mean": load, "experts/load, max over mean": max(loads)}
+    values |= {f"phase/{name} ms": seconds * 1e3 for name, seconds in record.phases.items()}
+    return {name: value for name, value in values.items() if value is not None}
