@@ -4,6 +4,7 @@
 |----------------------|---------------|-----------------------------------------------------------------------|
 | `flashckpt.stores`   | scheme of URL | `StoreType`, a subclass of `flashckpt.storage.store.Store`            |
 | `flashckpt.commands` | command       | `click.Command` behind `flashckpt NAME`                               |
+| `flashckpt.formats`  | format        | `Format` behind `flashckpt import --format NAME`                      |
 | `flashckpt.trainer`  | command       | `TrainerCommand` behind `python -m flashckpt.trainer NAME`            |
 | `flashckpt.persister`| any           | `PersisterExtension`, made once in the persister of a job on a node   |
 | `flashckpt.hooks`    | any           | `TrainerHooks`, made once in each rank of the trainer                 |
@@ -34,8 +35,9 @@ if TYPE_CHECKING:
     from flashckpt.shm.job_directory import JobConfig, JobDirectory
     from flashckpt.storage.store import Store
 
-STORES, COMMANDS, TRAINER, PERSISTER, HOOKS, PRELOAD, EXTRAS = (
-    f"flashckpt.{name}" for name in ("stores", "commands", "trainer", "persister", "hooks", "preload", "extras")
+STORES, COMMANDS, FORMATS, TRAINER, PERSISTER, HOOKS, PRELOAD, EXTRAS = (
+    f"flashckpt.{name}"
+    for name in ("stores", "commands", "formats", "trainer", "persister", "hooks", "preload", "extras")
 )
 """The groups."""
 OURS = "flashckpt"
@@ -55,6 +57,13 @@ class StoreType(Protocol):
 
     def __call__(self, url: str, options: dict[str, Any]) -> Store:
         """Return the store of a root, without touching it yet."""
+
+
+class Format(Protocol):
+    """A function that reads checkpoints of another format."""
+
+    def __call__(self, path: Path) -> dict[Any, Any]:
+        """Return a state dict, nested as it was saved: tensors of torch, and values that `torch.save` would take."""
 
 
 class TrainerCommand(Protocol):

@@ -1,6 +1,7 @@
-"""A plug-in for flashckpt: `shelf://NAME` is a folder of ~/shelf, and `flashckpt shelf` lists the runs that are there.
+"""A plug-in for flashckpt: a store, a command and a format.
 
-Its pyproject.toml declares both. After `pip install ./examples/plugin` a Checkpointer takes `shelf://run7` as its root,
+`shelf://NAME` is a folder of ~/shelf, `flashckpt shelf` lists the runs that are there, and `flashckpt import` reads .npz
+files of numpy. Its pyproject.toml declares the three. After `pip install ./examples/plugin` a Checkpointer takes `shelf://run7` as its root,
 and so do the persister and every command.
 """
 
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 
 from flashckpt.cli.common import Command, json_option, new_table, show
 from flashckpt.storage.posix import PosixStore
@@ -28,6 +30,14 @@ class ShelfStore(PosixStore):
 def shelf_folder(options: dict[str, Any]) -> Path:
     """Return where the shelf is."""
     return Path(options.get("folder") or Path.home() / "shelf")
+
+
+def read_npz(path: Path) -> dict[str, Any]:
+    """Return the arrays of a file of numpy.savez."""
+    import torch  # commands start without it
+
+    with np.load(path, allow_pickle=False) as arrays:
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 @click.command(cls=Command)

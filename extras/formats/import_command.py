@@ -8,6 +8,7 @@ from typing import Any
 import click
 from rich.table import Table
 
+from flashckpt import plugin
 from flashckpt.checkpoint import direct_writer
 from flashckpt.cli.common import Command, human_bytes, json_option, new_table, parse_options, show
 from flashckpt.errors import ConfigError
@@ -24,7 +25,12 @@ from flashckpt.storage.factory import is_process_local, open_store
 @click.option(
     "--step", type=click.IntRange(0), metavar="N", help="Step of the new checkpoint.  [default: what PATH says]"
 )
-@click.option("--format", "kind", type=click.Choice(KINDS), help="  [default: what PATH looks like]")
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice([*KINDS, *sorted(plugin.others(plugin.FORMATS).keys() - {*KINDS})]),
+    help="  [default: what PATH looks like]",
+)
 @click.option("--parameters", metavar="FILE", help="Names of the optimizer's parameters, in its order, one to a line.")
 @selection_options
 @json_option

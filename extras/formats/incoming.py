@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flashckpt import plugin
 from flashckpt.checkpoint.direct_writer import StreamedRow
 from flashckpt.core.shard import split_owner
 from flashckpt.core.values import RESERVED
@@ -97,7 +98,7 @@ def open_foreign(
 
     Args:
         path: File or folder.
-        kind: One of KINDS.
+        kind: One of KINDS, or a format of a plug-in.
         selection: Which names, and what they become.
         parameters: Names of the optimizer's parameters in its order, where the checkpoint numbers them.
         is_asked: The user named this kind: what others would read is left out.
@@ -149,7 +150,12 @@ def _opened(path: Path, kind: str, selection: Selection, parameters: Sequence[st
     from flashckpt.interop import dcp_folders, torch_files
     from flashckpt.interop.numbered_state import Renaming, named
 
-    state = dcp_folders.read_dcp_folder(path) if kind == "dcp" else torch_files.read_torch_file(path)
+    if kind == "dcp":
+        state = dcp_folders.read_dcp_folder(path)
+    elif kind == "torch":
+        state = torch_files.read_torch_file(path)
+    else:
+        state = torch_files.flattened(plugin.load(plugin.FORMATS, kind)(path), path)
     with decoding(path, f"a {kind} checkpoint"):
         new = Renaming(selection, state, is_plain=True)
         state = named(state, new, lambda key: selection.takes(key, new(key)), parameters, path)

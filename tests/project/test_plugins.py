@@ -11,14 +11,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.paths import ROOT
 from support.training import write_corpus
 
 from flashckpt import plugin
+from flashckpt.checkpoint.catalog import list_checkpoints, read_manifest
 from flashckpt.cli.main import main
+from flashckpt.dcp.reader import whole_tensor
 from flashckpt.errors import ConfigError
+from flashckpt.restore.sources import StorageSource
 from flashckpt.storage.factory import open_store
+from flashckpt.storage.posix import PosixStore
 from flashckpt.trainer.__main__ import main as trainer
 from flashckpt.trainer.train.metrics import read_trace
 
@@ -67,6 +72,21 @@ def test_installed_example_stores_a_checkpoint_and_adds_a_command(
     assert "Added by the package flashckpt-shelf" in run(installed, tmp_path, *command, "--help").stdout
     refused = run(installed, tmp_path, *command, "ls", "shelf://run7", "-o", "fodler=x", "--json")
     assert (refused.returncode, json.loads(refused.stdout)["error"]["expected"]) == (10, "folder")
+
+
+def test_installed_example_imports_a_checkpoint_of_its_format(installed: Path, tmp_path: Path) -> None:
+    arrays = {"w": np.arange(6.0).reshape(2, 3), "b": np.ones(3, np.float16)}
+    np.savez(tmp_path / "old.npz", **arrays)  # type: ignore[arg-type]  # names as keywords
+    words = ["import", "old.npz", "shelf://run8", "--step", "7", "--format", "npz", "--rename", "=model."]
+    done = run(installed, tmp_path, "-m", "flashckpt.cli.main", *words, "--json")
+    assert done.returncode == 0, done.stderr
+    store = PosixStore(tmp_path / "shelf" / "run8")
+    (info,) = list_checkpoints(store)
+    source = StorageSource(store, read_manifest(store, info), info.prefix)
+    for name, array in arrays.items():
+        assert np.array_equal(whole_tensor(source, f"model.{name}").numpy(), array)
+    refused = run(installed, tmp_path, "-m", "flashckpt.cli.main", *words[:-4], "--format", "nzp")
+    assert refused.returncode == 2
 
 
 def test_all_entry_points_of_ours_can_be_loaded() -> None:

@@ -275,7 +275,7 @@ def test_a_terminal_that_goes_without_a_signal_ends_the_display_too() -> None:
 def test_without_rich_there_are_plain_lines(monkeypatch: Any, tmp_path: Path, caplog: Any) -> None:
     from support.training import run_config
 
-    from flashckpt.trainer.train import reporter
+    from flashckpt.trainer.watch import reporter
 
     monkeypatch.setitem(sys.modules, "rich.console", None)
     monkeypatch.delitem(sys.modules, "flashckpt.trainer.watch.panel")
