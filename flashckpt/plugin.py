@@ -12,7 +12,7 @@
 | `flashckpt.extras`   | fixed         | the single places that only extras/ fills: see the callers of `optional` |
 
 What flashckpt declares itself comes first and cannot be replaced. An entry point is looked up when it is asked for: a
-program that uses none reads no metadata. docs/plugins.md is the page for authors.
+program that uses none reads no metadata of other packages. docs/plugins.md is the page for authors.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ def _parsed(text: str, package: str) -> Groups:
     for line in map(str.strip, text.splitlines()):
         if line.startswith("["):
             entries = found.setdefault(line.strip("[]"), {})
-        elif "=" in line and not line.startswith(("#", ";")):
+        elif "=" in line and not line.startswith("#"):
             name, _, target = (part.strip() for part in line.partition("="))
             entries[name] = Entry(name, target.partition(" ")[0], package)
     return found

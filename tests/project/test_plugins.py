@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,36 @@ def test_metadata_of_other_packages_is_not_read_for_what_is_ours(
     open_store(tmp_path)
     open_store("webhdfs://name/run")
     assert plugin.find(plugin.COMMANDS, "export") is not None
+
+
+DECLARED = """\
+# a comment
+[console_scripts]
+tool = other:main
+
+[flashckpt.stores]
+one = other.stores:One [fast]
+two=other.stores:Two
+
+[flashckpt.preload]
+all = other.warm
+"""
+
+
+@pytest.mark.parametrize("folder", ["other_tool-1.2.dist-info", "other_tool-1.2-py3.11.egg-info"])
+def test_entry_points_are_read_as_importlib_metadata_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / "entry_points.txt").write_text(DECLARED)
+    (tmp_path / folder / "METADATA").write_text("Metadata-Version: 2.1\nName: other-tool\nVersion: 1.2\n")
+    (tmp_path / folder / "PKG-INFO").write_text((tmp_path / folder / "METADATA").read_text())
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "no such folder"), str(tmp_path), *sys.path])
+    found = dict(plugin._installed())["other-tool"]
+    for group in (plugin.STORES, plugin.PRELOAD):
+        points = [one for one in entry_points(group=group) if one.dist is not None and one.dist.name == "other-tool"]
+        theirs = {(one.name, f"{one.module}:{one.attr}" if one.attr else one.module) for one in points}
+        assert {(one.name, one.target) for one in found[group].values()} == theirs
 
 
 @pytest.fixture
