@@ -94,7 +94,7 @@ class ReplicaPlan(Protocol):
         """Write what the persister of this node has to know. Collective."""
 
 
-class ReplicaSession(Protocol):
+class ReplicaNodes(Protocol):
     """What the place "replica-session" reads of a job directory: the nodes of a generation."""
 
     node: int
@@ -133,7 +133,7 @@ class PersisterExtension(Protocol):
 ExtensionType = Callable[["JobDirectory", Callable[[], None]], PersisterExtension]
 
 
-class Entry(NamedTuple):
+class EntryPoint(NamedTuple):
     """An entry point.
 
     Attributes:
@@ -179,12 +179,12 @@ class Entry(NamedTuple):
             raise
 
 
-def find(group: str, name: str) -> Entry | None:
+def find(group: str, name: str) -> EntryPoint | None:
     """Return the entry point of a name; the metadata of other packages is read only where flashckpt has none."""
     return _own().get(group, {}).get(name) or others(group).get(name)
 
 
-def every(group: str) -> Sequence[Entry]:
+def every(group: str) -> Sequence[EntryPoint]:
     """Return all entry points of a group: those of flashckpt as they are declared, then others by name."""
     own, more = _own().get(group, {}), others(group)
     return [*own.values(), *(more[name] for name in sorted(more.keys() - own.keys()))]
@@ -213,12 +213,12 @@ def optional(name: str) -> Any:
     return None if entry is None else entry.load_if_installed()
 
 
-def others(group: str) -> Mapping[str, Entry]:
+def others(group: str) -> Mapping[str, EntryPoint]:
     """Return the entry points of a group that packages other than flashckpt declare, by name."""
     return _others().get(group, {})
 
 
-Groups = Mapping[str, Mapping[str, Entry]]
+Groups = Mapping[str, Mapping[str, EntryPoint]]
 """By group and name."""
 
 
@@ -229,7 +229,7 @@ def _own() -> Groups:
     if project is None:
         return dict(_installed()).get(OURS, {})
     return {
-        group: {name: Entry(name, target) for name, target in found.items()}
+        group: {name: EntryPoint(name, target) for name, target in found.items()}
         for group, found in project.get("entry-points", {}).items()
     }
 
@@ -249,7 +249,7 @@ def _checkout(path: Path) -> Mapping[str, Any] | None:
 @functools.cache
 def _others() -> Groups:
     """Return what other packages declare; of two with one name the first on the path."""
-    found: dict[str, dict[str, Entry]] = {}
+    found: dict[str, dict[str, EntryPoint]] = {}
     for package, groups in _installed():
         for group, entries in groups.items() if package != OURS else ():
             found[group] = {**entries, **found.get(group, {})}
@@ -278,12 +278,12 @@ def _installed() -> Iterator[tuple[str, Groups]]:
 
 
 def _parsed(text: str, package: str) -> Groups:
-    found: dict[str, dict[str, Entry]] = {}
-    entries: dict[str, Entry] = {}
+    found: dict[str, dict[str, EntryPoint]] = {}
+    entries: dict[str, EntryPoint] = {}
     for line in map(str.strip, text.splitlines()):
         if line.startswith("["):
             entries = found.setdefault(line.strip("[]"), {})
         elif "=" in line and not line.startswith("#"):
             name, _, target = (part.strip() for part in line.partition("="))
-            entries[name] = Entry(name, target.partition(" ")[0], package)
+            entries[name] = EntryPoint(name, target.partition(" ")[0], package)
     return found

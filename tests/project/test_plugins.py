@@ -189,12 +189,12 @@ def test_core_alone_trains_persists_and_writes_its_trace(tmp_path: Path, shm_dir
 )
 def test_plugin_that_cannot_be_loaded_is_a_configuration_error_with_its_package(target: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=f"x of the package other {problem}") as error:
-        plugin.Entry("x", target, "other").load()
+        plugin.EntryPoint("x", target, "other").load()
     assert error.value.exit_code == 10
 
 
 def test_a_name_of_ours_cannot_be_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = {plugin.COMMANDS: {"export": plugin.Entry("export", "json:dumps", "other")}}
+    theirs = {plugin.COMMANDS: {"export": plugin.EntryPoint("export", "json:dumps", "other")}}
     monkeypatch.setattr(plugin, "_others", lambda: theirs)
     found = plugin.find(plugin.COMMANDS, "export")
     assert found is not None
