@@ -11,7 +11,6 @@ from typing import Any
 import click
 from rich.table import Table
 
-from flashckpt.bench.quantity import parse_size
 from flashckpt.checkpoint.retention import reading
 from flashckpt.cli.common import (
     Command,
@@ -25,6 +24,7 @@ from flashckpt.cli.common import (
     show,
     step_option,
 )
+from flashckpt.cli.quantity import parse_size
 from flashckpt.core.manifest import Manifest
 from flashckpt.errors import ConfigError
 from flashckpt.interop import safetensors_files as st

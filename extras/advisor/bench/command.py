@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import click
 
 from flashckpt.bench.layouts import DEFAULTS, scaled
-from flashckpt.bench.quantity import SCALE, SIZE, show_bytes
 from flashckpt.cli.common import console, json_file_option, parse_options
 from flashckpt.cli.output import OutputConsole
+from flashckpt.cli.quantity import SCALE, SIZE, show_bytes
 from flashckpt.core.superblock import MAX_SLOTS, MIN_SLOTS
 from flashckpt.errors import ConfigError
 from flashckpt.printable import to_json

@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 
 from flashckpt.bench.layouts import DEFAULTS, PUBLISHED
-from flashckpt.bench.quantity import show_bytes, show_rate, show_s
+from flashckpt.cli.quantity import show_bytes, show_rate, show_s
 
 SECONDS = {
     "memcpy_s": "plain copy of the state",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from flashckpt.bench.quantity import show_s
 from flashckpt.cli.common import human_bytes
+from flashckpt.cli.quantity import show_s
 
 
 def as_text(plan: dict[str, Any]) -> str:

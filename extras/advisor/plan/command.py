@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from flashckpt.bench.layouts import DEFAULTS
-from flashckpt.bench.quantity import DURATION, SHARE, SIZE
 from flashckpt.cli.common import console, json_file_option
+from flashckpt.cli.quantity import DURATION, SHARE, SIZE
 from flashckpt.errors import ConfigError
 from flashckpt.plan.model import Costs
 from flashckpt.printable import to_json

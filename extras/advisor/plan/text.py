@@ -10,7 +10,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from flashckpt.bench.quantity import show_bytes, show_rate, show_s
+from flashckpt.cli.quantity import show_bytes, show_rate, show_s
 from flashckpt.errors import ConfigError
 
 
