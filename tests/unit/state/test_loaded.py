@@ -151,7 +151,10 @@ ELSE: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "text for a tensor": (torch.ones(3), lambda _: "x"),
     "half of the bits": (torch.full((3,), 0.1), torch.Tensor.bfloat16),
     "a quarter of the bits": (torch.full((3,), 1.3), lambda kept: kept.to(torch.float8_e4m3fn)),
-    "eight bits that are others": (torch.ones(3).to(torch.float8_e5m2), lambda kept: torch.full((3,), 2.0).to(kept.dtype)),
+    "eight bits that are others": (
+        torch.ones(3).to(torch.float8_e5m2),
+        lambda kept: torch.full((3,), 2.0).to(kept.dtype),
+    ),
     "a tensor for a dict": ({"a": 1}, lambda _: torch.zeros(2)),
     "nothing for an array": (np.ones(3), lambda _: None),
     "one element of a large tensor": (torch.ones(300_001), lambda t: t.index_fill(0, torch.tensor([77]), 0.0)),
