@@ -206,7 +206,7 @@ test-blocks: setup  ## SIGKILL and strangers' attacks on shared-memory blocks un
 	PATH="$(PYENVS):$$PATH" $(BIN)/nox --session blocks
 
 check: setup  ## ruff, mypy, codespell
-	@for link in sampler trainer daemon configs examples; do test -L flashckpt/$$link || { echo "flashckpt/$$link is not a symbolic link: check out again with git config core.symlinks true"; exit 21; }; done
+	@for link in $$(git ls-files -s flashckpt trainer | sed -n "s/^120000 [^\t]*\t//p"); do test -L $$link || { echo "$$link is not a symbolic link: check out again with git config core.symlinks true"; exit 21; }; done
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy flashckpt tests benchmarks

@@ -21,15 +21,6 @@ NOT_OURS = {"examples", "configs", "__pycache__"}
 """Folders inside flashckpt/ that are no product: what users write."""
 WHEN = ("import", "lazy", "type")
 """When an import happens: with its module, inside a function, or for the type checker alone."""
-EXTRAS = frozenset(
-    f"{top}/{room}"
-    for top, rooms in (
-        ("flashckpt", ("bench", "integrations", "interop", "plan", "replicate")),
-        ("trainer", ("demo", "dry_run", "evaluate", "generate", "hub", "plan", "watch")),
-    )
-    for room in rooms
-)
-"""Rooms beside the core: they import it, and what the core still imports of them makes no floor."""
 
 
 class Arrow(NamedTuple):
@@ -101,20 +92,15 @@ def rooms(files: Mapping[str, Path], root: Path = ROOT) -> dict[str, str]:
     }
 
 
-def is_extra(room: str) -> bool:
-    """Return whether a room is beside the core."""
-    return room in EXTRAS or room.startswith("extras/")
-
-
 def room_graph(
     files: Mapping[str, Path], found: Iterable[Arrow], root: Path = ROOT
 ) -> dict[str, dict[str, list[Arrow]]]:
-    """Return the arrows from each room to each other, those from the core to its extras left out."""
+    """Return the arrows from each room to each other."""
     room = rooms(files, root)
     graph: dict[str, dict[str, list[Arrow]]] = {one: {} for one in room.values()}
     for arrow in found:
         source, target = room[arrow.source], room[arrow.target]
-        if source != target and (is_extra(source) or not is_extra(target)):
+        if source != target:
             graph[source].setdefault(target, []).append(arrow)
     return graph
 

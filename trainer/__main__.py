@@ -6,19 +6,20 @@ import logging
 import sys
 from collections.abc import Sequence
 
+from flashckpt import entry_points
 from flashckpt.environment import env
 from flashckpt.errors import RESUME_EXIT_CODE, ConfigError, FlashckptError
+from flashckpt.plugin import TrainerCommand
 from flashckpt.shm.agent_folder import agent_folder
 from flashckpt.trainer.config import RunConfig, read_config, to_toml, without_secrets
 from flashckpt.trainer.config.command_line import take_flag, take_value
-from flashckpt.trainer.dry_run.options import take_options
 from flashckpt.trainer.parallel.float8_layers import refuse_without_torchao
 from flashckpt.trainer.parallel.groups import refuse_check
 from flashckpt.trainer.train.nonfatal import nonfatal_streams
 from flashckpt.trainer.train.phases import check_layouts, phases_of
+from flashckpt.trainer.train.profile_range import ProfileRange, profile_range
 from flashckpt.trainer.train.report_once import report_once
-from flashckpt.trainer.watch.profile_range import ProfileRange, profile_range
-from flashckpt.trainer.watch.terminal import terminal_of
+from flashckpt.trainer.train.terminal import terminal_of
 
 USAGE = """Usage: python -m flashckpt.trainer [--config FILE.toml] [--section.key VALUE ...]
 
@@ -70,16 +71,14 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     rest = list(sys.argv[1:] if words is None else words)
     try:
-        if rest[:1] not in (["generate"], ["hub"], ["plan"]) and ("--help" in rest or "-h" in rest):
+        is_plugged = _is_plugged(rest)
+        if not is_plugged and ("--help" in rest or "-h" in rest):
             _say(USAGE)
             return 0
         env.check("trainer")
-        if rest[:1] == ["hub"]:
-            return _hub(rest[1:])
-        if rest[:1] == ["generate"]:
-            return _generate(rest[1:])
-        if rest[:1] == ["plan"]:
-            return _plan(rest[1:])
+        if is_plugged:
+            command: TrainerCommand = entry_points.load(entry_points.TRAINER, rest[0])
+            return command(rest[1:])
         return _data(rest[1:]) if rest[:1] == ["data"] else _run(rest)
     except FlashckptError as error:
         report_once(error)
@@ -87,7 +86,9 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    dry = take_options(words)
+    is_dry = "--dry-run" in words
+    take_dry_run = entry_points.load(entry_points.EXTRAS, "dry-run") if is_dry else entry_points.optional("dry-run")
+    dry = None if take_dry_run is None else take_dry_run(words)  # refuses its options without it
     show = take_flag(words, "--print-config")
     check_only = take_flag(words, "--check")
     if evaluate_only := take_flag(words, "--evaluate"):
@@ -105,16 +106,13 @@ def _run(words: list[str]) -> int:
             state="Nothing was started.",
         )  # fmt: skip
     if config.init.from_:
-        from flashckpt.trainer.hub.start import with_model_of_weights
-
-        config = with_model_of_weights(config)
+        config = entry_points.load(entry_points.EXTRAS, "hub-model")(config)
     if show:
         _say(to_toml(without_secrets(config)))
         return 0
     if dry is not None:
-        from flashckpt.trainer.dry_run.command import dry_run
-
-        return dry_run(config, dry)
+        code: int = dry(config)
+        return code
     _check_inputs(config, evaluate_only=evaluate_only)
     with nonfatal_streams(over_display=trains and terminal_of(config.log.display) is not None):
         logging.basicConfig(level=logging.INFO, format=f"[rank {env.RANK}] %(name)s: %(message)s")
@@ -136,28 +134,15 @@ def _check_inputs(config: RunConfig, *, evaluate_only: bool) -> None:
 
         check_evaluation(config)
     if config.samples.every:
-        from flashckpt.trainer.generate.prompts import read_prompts
-
+        read_prompts = entry_points.load(entry_points.EXTRAS, "prompts")
         for phase in phases_of(config):
             read_prompts(phase.config)
 
 
-def _hub(words: list[str]) -> int:
-    from flashckpt.trainer.hub.command import hub
-
-    return hub(words)
-
-
-def _generate(words: list[str]) -> int:
-    from flashckpt.trainer.generate.command import generate
-
-    return generate(words)
-
-
-def _plan(words: list[str]) -> int:
-    from flashckpt.trainer.plan.command import plan
-
-    return plan(words)
+def _is_plugged(words: list[str]) -> bool:
+    """Return whether the first word is a command of a plug-in, ours or another's."""
+    has_name = words[:1] not in ([], ["data"]) and not words[0].startswith("-")
+    return has_name and entry_points.find(entry_points.TRAINER, words[0]) is not None
 
 
 def _data(words: list[str]) -> int:
@@ -177,9 +162,7 @@ def _train(config: RunConfig, profiled: ProfileRange | None) -> int:
 
 def _check(config: RunConfig) -> int:
     refuse_check(config)
-    from flashckpt.trainer.evaluate.check import check
-
-    result = check(config)
+    result = entry_points.load(entry_points.EXTRAS, "check")(config)
     if result is not None:
         _say(
             "this layout trains as one process does: within 3 steps losses differ by "
@@ -190,11 +173,7 @@ def _check(config: RunConfig) -> int:
 
 
 def _evaluate(config: RunConfig, step: str | None) -> int:
-    from flashckpt.trainer.evaluate.command import evaluate
-    from flashckpt.trainer.evaluate.results import score_table
-
-    scores, where = evaluate(config, step)
-    _say(f"{where}\n{score_table(scores)}")
+    _say(entry_points.load(entry_points.EXTRAS, "evaluate")(config, step))
     return 0
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
+from flashckpt import entry_points
 from flashckpt.environment import env
 from flashckpt.errors import ConfigError, FlashckptError
 from flashckpt.rehearsal import leftovers, pretend_rank, unsupported
@@ -60,9 +61,7 @@ def _run_of(words: list[str]) -> RunConfig:
         raise ConfigError("these words start no training run")
     config = read_config(take_value(words, "--config"), words)
     if config.init.from_:
-        from flashckpt.trainer.hub.start import with_model_of_weights
-
-        config = with_model_of_weights(config)
+        config = entry_points.load(entry_points.EXTRAS, "hub-model")(config)
     return config
 
 

@@ -14,11 +14,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
+from flashckpt import entry_points
 from flashckpt.core.intent import NodeMessage
 from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
@@ -37,7 +38,7 @@ from flashckpt.errors import (
     PersistError,
     SharedMemoryError,
 )
-from flashckpt.replicate.service import ReplicaState, ReplicationService, replica_numbers
+from flashckpt.plugin import PersisterExtension
 from flashckpt.shm.gc import take_away
 from flashckpt.shm.inventory import Identity, NodeInventory, scan
 from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory
@@ -84,8 +85,8 @@ class Daemon:
         self._scrapes = metrics.Scrapes(self, directory.note)
         self._wakeup = Wakeup([directory.path / "events", directory.path / "requests"])
         self._messages = MessageFiles(directory.path)
-        self.replication = ReplicationService(directory, self._wakeup.wake)
-        self._replica_trouble = ""
+        self.extensions = dict(_extensions(directory, self._wakeup.wake))
+        self._troubles: dict[str, str] = {}
 
     def run(self) -> None:
         """Turn until the work is done and no rank is running, or a signal came and nothing is pending."""
@@ -153,7 +154,7 @@ class Daemon:
             self._persist(self.persisting, view, record, urgent=urgent)
             retire(view, record, self.persisting.committed)
         self._answer(self.persisting, view)
-        self._replicate(config, view, record)
+        self._extend(config, view, record)
         self._report(self.persisting, view, alive=alive)
         return self._finished(self.persisting, view, record, alive=alive, urgent=urgent, silent_s=silent_s)
 
@@ -185,7 +186,8 @@ class Daemon:
     def close(self) -> None:
         """Release everything."""
         self._scrapes.close()
-        self.replication.close()
+        for extension in self.extensions.values():
+            extension.close()
         if self.persisting is not None:
             self.persisting.close()
         self._wakeup.close()
@@ -244,17 +246,18 @@ class Daemon:
         """Return what the ranks carry from other nodes; nothing after their end, however late that was noticed."""
         return None if self.directory.request_path("ended").exists() else self._messages.received(record.number)
 
-    def _replicate(self, config: JobConfig, view: NodeInventory, record: Generation) -> None:
-        """Take replication a turn further; what fails there costs replicas only."""
-        try:
-            committed = self.persisting.committed if self.persisting is not None else None
-            self.replication.turn(config, view, record, committed)
-        except (FlashckptError, OSError) as error:
-            if str(error) != self._replica_trouble:
-                _log.warning("replicas wait: %s", error)
-            self._replica_trouble = str(error)
-            return
-        self._replica_trouble = ""
+    def _extend(self, config: JobConfig, view: NodeInventory, record: Generation) -> None:
+        """Take the extensions a turn further; what fails in one costs what it does, and nothing else."""
+        committed = self.persisting.committed if self.persisting is not None else None
+        for name, extension in self.extensions.items():
+            try:
+                extension.turn(config, view, record, committed)
+            except (FlashckptError, OSError) as error:
+                if str(error) != self._troubles.get(name):
+                    _log.warning("%s wait: %s", name, error)
+                self._troubles[name] = str(error)
+            else:
+                self._troubles[name] = ""
 
     def _answer(self, persisting: PersistCoordinator, view: NodeInventory) -> None:
         """Take a request away once what was newest when it came, or something newer, is committed or gone."""
@@ -272,7 +275,7 @@ class Daemon:
 
     def _report(self, persisting: PersistCoordinator, view: NodeInventory, *, alive: bool) -> None:
         lag = sum(identity > persisting.floor for identity in view.flagged())
-        replicas = self.replication.state() if self.replication.session is not None else ReplicaState()
+        said = [extension.report(self._troubles.get(name, "")) for name, extension in self.extensions.items()]
         status = DaemonStatus(
             committed=persisting.committed,
             failures=self.attempts.failures,
@@ -281,18 +284,14 @@ class Daemon:
             floor=persisting.floor,
             given_up=persisting.given_up,
             answered_ns=self.attempts.answered_ns,
-            replicated=replicas.everywhere,
-            replica_lag=replicas.lag_steps,
-            replica_lag_s=int(replicas.lag_s),
-            replica_pending=replicas.pending_bytes,
-            replica_problem=(replicas.problem or self._replica_trouble)[:1000],
             pid=os.getpid(),
+            **{name: value for fields, _ in said for name, value in fields.items()},
         )
         self._numbers = metrics.numbers_of(
             persisting, view, is_alive=alive, lag=lag, failures=self.attempts.failures, error=self.error
         )
-        if self.replication.session is not None:
-            self._numbers |= replica_numbers(replicas)
+        for _, numbers in said:
+            self._numbers |= numbers
         self._say(status)
 
     def _say(self, status: DaemonStatus) -> None:
@@ -358,6 +357,16 @@ class Daemon:
             remove_tree(gone.name, base)
         _log.info("job %s finished; shared memory released", self.directory.job)
         return True
+
+
+def _extensions(directory: JobDirectory, wake: Callable[[], None]) -> Iterator[tuple[str, PersisterExtension]]:
+    """Yield what installed packages have the persister do besides; one that cannot be loaded costs only itself."""
+    for entry in entry_points.every(entry_points.PERSISTER):
+        try:
+            if (kind := entry.load_if_installed()) is not None:
+                yield entry.name, kind(directory, wake)
+        except FlashckptError as error:
+            _log.error("%s", error)
 
 
 def main(arguments: list[str]) -> int:

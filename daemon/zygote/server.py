@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from flashckpt import entry_points
 from flashckpt.daemon.machine.process import adopt_parent, set_title, thread_count
 from flashckpt.daemon.zygote import messages
 from flashckpt.daemon.zygote.rehearse import rehearse
@@ -56,7 +57,6 @@ OUR_MODULES = (
     "flashckpt.sampler",
     "flashckpt.trainer.train.loop",
     "flashckpt.trainer.config",
-    "flashckpt.trainer.evaluate.scores",
     "flashckpt.rehearsal",
 )
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -101,10 +101,14 @@ def single_threaded_imports() -> Iterator[None]:
 def preload() -> None:
     """Import what workers need, so that none of them imports it; a missing module is skipped."""
     with single_threaded_imports():
-        for name in TORCH_MODULES + OUR_MODULES:
+        for name in (
+            *TORCH_MODULES,
+            *OUR_MODULES,
+            *(entry.target for entry in entry_points.every(entry_points.PRELOAD)),
+        ):
             try:
                 importlib.import_module(name)
-            except ImportError as error:
+            except Exception as error:  # noqa: BLE001 -- also what a plug-in raises
                 # never fatal: a worker that needs it will raise the real error
                 _log.debug("zygote: %s is not preloaded: %s", name, error)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from flashckpt import __version__
+from flashckpt import __version__, entry_points
 from flashckpt.cli import output
 from flashckpt.environment import env
 from flashckpt.errors import FlashckptError
@@ -23,16 +23,17 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "inspect": ("flashckpt.cli.inspect:inspect", "Show tensors, layout, data position and configuration."),
     "verify": ("flashckpt.cli.verify:verify", "Read every byte and compare it with its digest."),
     "diff": ("flashckpt.cli.diff:diff", "Compare two checkpoints tensor by tensor."),
-    "export": ("flashckpt.cli.export:export", "Write a checkpoint as safetensors, a torch file or a dcp folder."),
-    "import": ("flashckpt.cli.import_:import_", "Make a checkpoint from safetensors, a torch file or a dcp folder."),
+    "export": ("", "Write a checkpoint as safetensors, a torch file or a dcp folder."),
+    "import": ("", "Make a checkpoint from safetensors, a torch file or a dcp folder."),
     "keep": ("flashckpt.cli.keep:keep", "Keep a checkpoint whatever the retention policy says."),
     "gc": ("flashckpt.cli.gc:gc", "Remove garbage: dead jobs' memory, orphans, expired checkpoints."),
     "forget": ("flashckpt.cli.forget:forget", "Start over: forget what this machine's memory holds of a dead job."),
     "status": ("flashckpt.cli.status:status", "Show the jobs on this machine: last snapshot, last persist, failures."),
     "examples": ("flashckpt.cli.examples:examples", "List example programs and configurations, or write them here."),
-    "bench": ("flashckpt.cli.bench:bench", "Measure memory and storage the way flashckpt uses them."),
-    "plan": ("flashckpt.cli.plan:plan", "Advise on intervals from measured or assumed costs."),
+    "bench": ("", "Measure memory and storage the way flashckpt uses them."),
+    "plan": ("", "Advise on intervals from measured or assumed costs."),
 }
+"""Where each command is, "" for one of extras/ (an entry point), and its line of the help. Plug-ins have more."""
 
 INTERNAL_ERROR, SYSTEM_ERROR, INTERRUPTED, CLOSED_PIPE = 70, 74, 130, 141
 """Exit codes as in sysexits.h, and as shells give them for a program that ended by SIGINT or SIGPIPE."""
@@ -50,28 +51,40 @@ class _Lazy(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         del ctx
-        return list(COMMANDS)
+        return list(_commands())
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         del ctx
-        if cmd_name not in COMMANDS:
+        command: click.Command
+        module, _, name = COMMANDS.get(cmd_name, ("", ""))[0].partition(":")
+        if module:
+            command = getattr(import_module(module), name)
+        elif cmd_name in COMMANDS or entry_points.find(entry_points.COMMANDS, cmd_name) is not None:
+            command = entry_points.load(entry_points.COMMANDS, cmd_name)
+        else:
             return None
-        module, _, name = COMMANDS[cmd_name][0].partition(":")
-        command: click.Command = getattr(import_module(module), name)
         return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Name the nearest command where there is none of that name."""
-        if args and args[0] not in COMMANDS and (near := difflib.get_close_matches(args[0], COMMANDS, 1)):
+        is_known = not args or args[0] in COMMANDS or args[0] in _commands()
+        if not is_known and (near := difflib.get_close_matches(args[0], _commands(), 1)):
             ctx.fail(f"No such command {args[0]!r}. Did you mean {near[0]!r}?")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         del ctx
         with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+            formatter.write_dl(list(_commands().items()))
+
+
+def _commands() -> dict[str, str]:
+    """Return the line of the help of each command, those of plug-ins behind ours."""
+    found = {name: text for name, (_, text) in COMMANDS.items()}
+    added = sorted(entry_points.others(entry_points.COMMANDS).items())
+    return found | {name: f"Added by the package {one.package}." for name, one in added if name not in found}
 
 
 @click.command("flashckpt", cls=_Lazy, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})

@@ -7,12 +7,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+from flashckpt import entry_points
 from flashckpt.cli.common import human_bytes, jobs_on_this_machine
 from flashckpt.core.lineage import Generation, is_rolled_back
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError
-from flashckpt.replicate import records
-from flashckpt.replicate.records import ReplicaSession
+from flashckpt.plugin import ReplicaNodes
 from flashckpt.shm.inventory import SlotEntry
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.job_records import DaemonStatus
@@ -98,13 +98,15 @@ def lags(root: str) -> list[dict[str, Any]]:
     return found
 
 
-def _session(directory: JobDirectory) -> ReplicaSession | None:
-    with contextlib.suppress(FlashckptError, OSError):
-        return records.read_session(directory)
-    return None
+def _session(directory: JobDirectory) -> ReplicaNodes | None:
+    found: ReplicaNodes | None = None
+    if (read := entry_points.optional("replica-session")) is not None:
+        with contextlib.suppress(FlashckptError, OSError):
+            found = read(directory)
+    return found
 
 
-def _name(session: ReplicaSession | None, rank: int) -> str:
+def _name(session: ReplicaNodes | None, rank: int) -> str:
     """Return the name of the node of a rank; it may be of a generation with other ranks."""
     for node in range(len(session.ranks)) if session is not None else ():
         if session is not None and rank in session.ranks_of(node):

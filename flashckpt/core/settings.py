@@ -22,6 +22,8 @@ MAX_STEP = 10**15
 MOST_REPLICAS = 2
 """Most partners of a node."""
 MAX_COMPRESSION_LEVEL = 19
+MOST_REPLICAS = 2
+"""Most partners of a node."""
 _COMPRESSIONS = f'"off", "auto", "zstd" or "zstd:LEVEL" with LEVEL 1 to {MAX_COMPRESSION_LEVEL}'
 _OF_GENERATORS = ("get_state", "getstate", "bit_generator", "state_dict")
 """Methods of which generators of torch, Python and numpy, and wrappers of them, have one."""

@@ -17,8 +17,8 @@ from flashckpt.environment import env
 from flashckpt.logs import guarded
 from flashckpt.native import IMPLEMENTATIONS, implementation
 from flashckpt.planning.inventory import local_world
+from flashckpt.plugin import ReplicaPlan
 from flashckpt.restore.coordinator import RestoreOutcome
-from flashckpt.session.partnering import Partnering
 from flashckpt.shm.ack_relay import AckRelay, RelayStore, RelayThread
 from flashckpt.shm.acks import SnapshotAcks
 from flashckpt.shm.agent_folder import agent_folder, ended_agent, write_job
@@ -57,7 +57,7 @@ class OpenedJob:
     settings: Settings
     outcome: RestoreOutcome
     plan: CopyPlan | None
-    partnering: Partnering | None = None
+    partnering: ReplicaPlan | None = None
 
     @property
     def mates(self) -> Sequence[int]:

@@ -7,16 +7,17 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from flashckpt import entry_points
 from flashckpt.accelerator import index_of
 from flashckpt.core.settings import Settings
 from flashckpt.errors import FlashckptError
 from flashckpt.logs import guarded, notice
 from flashckpt.native import implementation
 from flashckpt.planning.inventory import Inventory, local_world
+from flashckpt.plugin import ReplicaPlan
 from flashckpt.restore.absent_state import recorded_beside
 from flashckpt.restore.coordinator import RestoreCoordinator, RestoreRequest
 from flashckpt.session.node_place import OpenedJob
-from flashckpt.session.partnering import Partnering
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.job_id import earlier_job_id, root_digest
 from flashckpt.snapshot import segments
@@ -49,7 +50,7 @@ class Opening:
     begins_fresh: bool
     directory: JobDirectory = field(init=False)
     memory: segments.RankSegments = field(init=False)
-    partnering: Partnering | None = field(init=False, default=None)
+    partnering: ReplicaPlan | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         settings = self.settings
@@ -114,8 +115,9 @@ class Opening:
         missing, wanted = sum(inventories[r].need_bytes for r in mates), self.settings.slot_count
         replica_bytes = None
         if self.settings.replicate and local_world(inventories, 0) != list(range(len(inventories))):
-            self.partnering = Partnering.agree(self.settings, inventories, plan.layout.reserved, self.directory)
-            replica_bytes = self.partnering.missing_bytes
+            agree = entry_points.load(entry_points.EXTRAS, "replicas").agree
+            partnering: ReplicaPlan = agree(self.settings, inventories, plan.layout.reserved, self.directory)
+            self.partnering, replica_bytes = partnering, partnering.missing_bytes
         slots = segments.slots_for(
             missing, min(inventories[r].free_bytes for r in mates), wanted, replica_bytes=replica_bytes
         )

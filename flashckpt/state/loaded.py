@@ -151,9 +151,8 @@ class Giving:
 
 def is_ours(thing: Any) -> bool:
     """Whether its class is of this project, and may say something else on other ranks or with other settings."""
-    module = type(thing).__module__
-    has_users = module == "flashckpt.integrations.shared"  # an object inside
-    return module.startswith("flashckpt.") and not has_users
+    has_users = getattr(type(thing), "flashckpt_is_of_users", False)  # an object inside
+    return type(thing).__module__.startswith("flashckpt.") and not has_users
 
 
 def _attributes(thing: Any) -> dict[tuple[int, str], Any]:

@@ -1,14 +1,16 @@
-"""`open_store`: from a root URL to the backend that serves it. The one place that knows every backend."""
+"""`open_store`: from a root URL to the backend that serves it; those outside the core are found by entry points."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
+from flashckpt import entry_points
 from flashckpt.errors import ConfigError, FlashckptError
 from flashckpt.shm.roots import local_path, root_url, scheme_of
-from flashckpt.storage.store import Store
+from flashckpt.storage.store import Store, StoreType
 
 _MEMORY_ONLY = ("memory",)
 S3_OPTIONS = frozenset({
@@ -18,21 +20,15 @@ S3_OPTIONS = frozenset({
     "conditional", "retries", "timeout_s", "backend",
 })  # fmt: skip
 """Storage options of s3://: those of s3fs (which silently accepts any other name), and ours."""
-WEBHDFS_OPTIONS = frozenset({
-    "user", "password", "token", "kerberos", "kerb_kwargs", "proxy_to", "data_proxy", "use_https", "session_cert",
-    "session_verify", "conditional", "retries", "timeout_s",
-})  # fmt: skip
-"""Storage options of webhdfs://: those of fsspec (which silently accepts any other name), and ours."""
-_NAMED = {"s3": S3_OPTIONS, "s3a": S3_OPTIONS, "webhdfs": WEBHDFS_OPTIONS}
-_COMMON = ("file", "s3", "s3a", "gs", "gcs", "az", "abfs", "webhdfs", "memory")
-"""Protocols that are known without importing fsspec."""
+_COMMON = ("file", "s3", "s3a", "gs", "gcs", "az", "abfs", "memory")
+"""Protocols that are known without importing fsspec, and that no plug-in takes over."""
 
 
 def open_store(url: str | Path, *, backend: str = "auto", **options: object) -> Store:
     """Return the store behind a root URL or path, without touching it yet.
 
     Args:
-        url: A path, file://, s3://, or any other fsspec protocol (gs://, az://, webhdfs://, memory://).
+        url: A path, file://, s3://, the scheme of a plug-in (webhdfs://), or any other fsspec protocol (gs://, az://, memory://).
         backend: For s3:// only: "s3fs", "obstore", or "auto" (obstore where it is installed).
         options: fsspec's names (key, secret, token, endpoint_url, client_kwargs, ...) for object
             stores, and `conditional`, `retries`, `timeout_s`; none for directories.
@@ -49,10 +45,8 @@ def open_store(url: str | Path, *, backend: str = "auto", **options: object) -> 
         return PosixStore(Path(local_path(text)))
     if protocol in ("s3", "s3a"):
         return _open_s3(text, backend, options)
-    if protocol == "webhdfs":
-        from flashckpt.storage.webhdfs import WebHdfsStore
-
-        return WebHdfsStore(text, options)
+    if (kind := _plugged(protocol)) is not None:
+        return kind(text, options)
     from flashckpt.storage.fsspec_store import FsspecStore
 
     return FsspecStore(text, options)
@@ -95,10 +89,12 @@ def check_options(url: str, options: Mapping[str, object]) -> None:
             found=", ".join(unknown),
             remedy="remove storage_options, or give an s3:// or gs:// root",
         )
-    if protocol == "webhdfs":
-        _refuse_password(url)
-    known = _NAMED.get(protocol)
-    if known and (unknown := sorted(set(options) - known)):
+    known = S3_OPTIONS if protocol in ("s3", "s3a") else None
+    if (kind := _plugged(protocol)) is not None:
+        known = kind.OPTIONS
+        if (check_url := getattr(kind, "check_url", None)) is not None:
+            check_url(url)
+    if known is not None and (unknown := sorted(set(options) - known)):
         near = [name for one in unknown for name in difflib.get_close_matches(one, known, 1)]
         raise ConfigError(
             f"the root {url} has no such storage option",
@@ -106,18 +102,16 @@ def check_options(url: str, options: Mapping[str, object]) -> None:
             expected=", ".join(near or sorted(known)),
             remedy="storage options have the names that the client of the protocol gives them",
         )
-    if protocol not in _COMMON:
+    if protocol not in _COMMON and kind is None:
         _refuse_unknown_protocol(url, protocol)
 
 
-def _refuse_password(url: str) -> None:
-    user = url.partition("://")[2].partition("/")[0].rpartition("@")[0]
-    name, colon, _ = user.partition(":")
-    if colon:
-        raise ConfigError(
-            f"the root {url.replace(user, name)} has a password in it, which logs and errors would show",
-            remedy="give it as the storage option password",
-        )
+def _plugged(protocol: str) -> StoreType | None:
+    """Return the class of stores that a plug-in, ours or another's, has for a protocol."""
+    if protocol in _COMMON or (entry := entry_points.find(entry_points.STORES, protocol)) is None:
+        return None
+    kind: StoreType = entry.load()
+    return kind
 
 
 def _refuse_unknown_protocol(url: str, protocol: str) -> None:
@@ -141,10 +135,10 @@ def _open_s3(url: str, backend: str, options: dict[str, object]) -> Store:
     options = {**fsspec_defaults(), **options}
     if backend == "s3fs":
         return S3Store(url, options)
-    from flashckpt.storage.obstore_store import ObstoreStore, is_usable
-
-    if is_usable(options):
-        return ObstoreStore(url, options)
+    if (open_usable := entry_points.optional("s3-obstore")) is not None and (
+        store := open_usable(url, options)
+    ) is not None:
+        return cast("Store", store)
     if backend == "obstore":
         raise ConfigError(
             "the S3 backend obstore cannot be used here",

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 PART_BYTES = 16 << 20
 """Bytes of one part in flight: an O_DIRECT extent, a multipart part, a ranged read."""
@@ -131,3 +131,18 @@ def check_key(key: str) -> str:
     if not key or key.startswith("/") or any(part in ("", ".", "..") for part in key.split("/")):
         raise ValueError(f"not an object key: {key!r}")
     return key
+
+
+class StoreType(Protocol):
+    """A class of stores.
+
+    Attributes:
+        OPTIONS: Names of the storage options that it takes; any other is refused before the store is opened.
+
+    It may have a static method `check_url(url)`, which raises ConfigError for a URL that cannot be a root.
+    """
+
+    OPTIONS: ClassVar[frozenset[str]]
+
+    def __call__(self, url: str, options: dict[str, Any]) -> Store:
+        """Return the store of a root, without touching it yet."""

@@ -12,7 +12,7 @@ from support.paths import ROOT, TESTS
 
 from flashckpt.faults import CRASH_POINTS
 
-FOLDERS = ("flashckpt", "daemon", "trainer", "sampler")
+FOLDERS = ("flashckpt", "daemon", "trainer", "sampler", "extras")
 
 
 def product() -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from support.paths import ROOT
 
 TEXT = (ROOT / "ARCHITECTURE.md").read_text()
-TOPS = ("flashckpt", "daemon", "sampler", "trainer")
+TOPS = ("flashckpt", "daemon", "sampler", "trainer", "extras")
 
 
 def tree_of(root: Path) -> set[str]:

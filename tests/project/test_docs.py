@@ -51,7 +51,7 @@ def headings(path: Path) -> set[str]:
 
 def modules() -> set[str]:
     """Return every module and folder of the repository as a path without its suffix."""
-    tops = ("flashckpt", "daemon", "sampler", "trainer", "tests", "benchmarks", "examples")
+    tops = ("flashckpt", "daemon", "sampler", "trainer", "extras", "tests", "benchmarks", "examples")
     paths = [path.relative_to(ROOT) for top in tops for path in (ROOT / top).rglob("*")]
     return {path.with_suffix("").as_posix() for path in paths if path.suffix in {"", ".py"}}
 

@@ -213,7 +213,7 @@ def _trainer(words: list[str]) -> None:
         read_config(None, rest)
         return
     if "--profile" in words:
-        from flashckpt.trainer.watch.profile_range import profile_range
+        from flashckpt.trainer.train.profile_range import profile_range
 
         at = words.index("--profile")
         assert profile_range(words[at + 1], 1000)

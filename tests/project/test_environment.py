@@ -21,7 +21,7 @@ KEEPS = {"daemon/zygote/server.py"}
 
 def product() -> Iterator[Path]:
     """Yield the modules of the product; examples are what users write."""
-    for folder in ("flashckpt", "daemon", "trainer", "sampler"):
+    for folder in ("flashckpt", "daemon", "trainer", "sampler", "extras"):
         for path in (ROOT / folder).rglob("*.py"):
             parts = path.relative_to(ROOT).parts
             if folder != "flashckpt" or parts[1] not in ("daemon", "trainer", "sampler", "examples"):

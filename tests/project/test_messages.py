@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from support.paths import ROOT
 
-TOPS = ("flashckpt", "daemon", "sampler", "trainer")
+TOPS = ("flashckpt", "daemon", "sampler", "trainer", "extras")
 PROPER = ("MANIFEST", "FLASHCKPT_", "PYTHON", "GLOO", "NCCL", "DCP", "FSDP", "DTensor", "LATEST", "SIG")
 """What may begin a problem in capitals: names of files, variables and classes."""
 

@@ -19,6 +19,20 @@ SHIPPED = {"examples": "*.py", "configs": "*.toml"}
 """What `flashckpt examples` lists."""
 
 
+def test_every_room_of_extras_has_one_link_and_none_of_another_package() -> None:
+    """A link into extras/ is relative, and what it leads to is a package: its import path is where the link lies."""
+    links = [
+        p
+        for top in ("flashckpt", "trainer")
+        for p in (ROOT / top).iterdir()
+        if "extras" in str(p.readlink() if p.is_symlink() else "")
+    ]
+    assert all(str(link.readlink()).startswith("../extras/") for link in links)
+    targets = sorted(link.resolve() for link in links)
+    rooms = sorted(path.parent for path in (ROOT / "extras").rglob("__init__.py") if path.parent != ROOT / "extras")
+    assert targets == rooms
+
+
 @pytest.mark.parametrize("name", [*LINKED, *SHIPPED])
 def test_link_is_relative_and_points_to_the_folder_beside_the_engine(name: str) -> None:
     link = ROOT / "flashckpt" / name
@@ -42,7 +56,7 @@ def test_wheel_has_flashckpt_as_its_only_top_level_name(tmp_path: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     names = archive.namelist()
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"flashckpt"}
-    for package in LINKED:
+    for package in (*LINKED, "integrations", "interop", "bench", "plan", "replicate", "stores", "trainer/hub"):
         assert f"flashckpt/{package}/__init__.py" in names
     assert "flashckpt/py.typed" in names
     assert "-cp310-abi3-" in wheel.name
@@ -68,6 +82,12 @@ def test_wheel_without_a_compiler_works_in_python(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(unpacked)}
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert done.stdout.split() == [str(unpacked / "flashckpt" / "native" / "__init__.py"), "python"]
+    code = "from flashckpt import plugin; print(*(e.load().name for e in plugin.every(plugin.COMMANDS)))"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert sorted(done.stdout.split()) == ["bench", "export", "import", "plan"], (
+        "extras are found by the metadata of a wheel"
+    )
     command = [sys.executable, "-m", "flashckpt.cli.main", "examples", "--to", "written"]
     subprocess.run(command, check=True, capture_output=True, env=environment, cwd=tmp_path)
     written = [path for path in (tmp_path / "written").rglob("*") if path.is_file()]
@@ -92,9 +112,9 @@ def _not_of_the_source(folder: str, names: list[str]) -> set[str]:
     return {name for name in names if name in made or name.startswith(".") or name.endswith((".egg-info", ".so"))}
 
 
-def test_coverage_sees_all_four_folders(tmp_path: Path) -> None:
-    """Coverage records files by their real path, so each of the four folders must be named as a source."""
-    code = "import flashckpt.errors, flashckpt.sampler, flashckpt.trainer, flashckpt.daemon"
+def test_coverage_sees_all_five_folders(tmp_path: Path) -> None:
+    """Coverage records files by their real path, so each of the five folders must be named as a source."""
+    code = "import flashckpt.errors, flashckpt.sampler, flashckpt.trainer, flashckpt.daemon, flashckpt.interop"
     env_file = tmp_path / "coverage"
     run = [sys.executable, "-m", "coverage", "run", f"--data-file={env_file}", "-c", code]
     subprocess.run([*run[:-2], str(_script(tmp_path, code))], cwd=ROOT, check=True)
@@ -105,7 +125,7 @@ def test_coverage_sees_all_four_folders(tmp_path: Path) -> None:
         check=True,
     )
     seen = {Path(name).parts[0] for name in json.loads(report.read_text())["files"]}
-    assert {"flashckpt", *LINKED} <= seen
+    assert {"flashckpt", "extras", *LINKED} <= seen
 
 
 def _script(folder: Path, code: str) -> Path:

@@ -58,12 +58,6 @@ def test_no_room_leads_back_to_itself(product: Any) -> None:
     assert not shown, "\n".join(["rooms import each other:", *shown])
 
 
-def test_the_rooms_beside_the_core_are_there(product: Any) -> None:
-    """A name in EXTRAS that is no room any more would hide arrows of the core one day."""
-    files, arrows = product
-    assert set(tool.room_graph(files, arrows)) >= tool.EXTRAS
-
-
 def test_the_drawing_is_that_of_the_tree() -> None:
     assert tool.PAGE.read_text() == tool.page(), "run: python tools/rooms.py"
 
@@ -127,12 +121,3 @@ def test_a_cycle_of_rooms_without_one_of_modules_is_found(small: Path) -> None:
     assert tool.cycles(tool.room_graph(files, arrows, small)) == [["flashckpt/low", "high"]]
     with pytest.raises(ValueError, match="import each other"):
         tool.drawing(small)
-
-
-def test_what_the_core_imports_of_an_extra_counts_only_from_the_extra(
-    small: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (small / "flashckpt/low/three.py").write_text("from flashckpt.high.top import x\n")
-    monkeypatch.setattr(tool, "EXTRAS", frozenset({"high"}))
-    files = tool.modules(small)
-    assert not tool.cycles(tool.room_graph(files, tool.arrows(files), small))

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 from support.paths import ROOT
 
-PRODUCT = ("flashckpt", "daemon", "sampler", "trainer")
+PRODUCT = ("flashckpt", "daemon", "sampler", "trainer", "extras")
 PROSE = ("docs", "examples", "configs", "benchmarks", "tools", "changelog.d")
 PAGES = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md", "Makefile", "pyproject.toml", "mkdocs.yml")
 SUFFIXES = {".py", ".md", ".toml", ".yml", ".yaml", ".sh", ""}
@@ -162,5 +162,5 @@ def test_no_class_name_is_defined_twice() -> None:
     assert len(classes()) > 100
     twice = {name: places for name, places in classes().items() if len(places) > 1}
     callbacks = twice.pop("FlashCheckpoint", [])  # the same call in every framework
-    assert all(place.startswith("flashckpt/integrations/") for place in callbacks)
+    assert all(place.startswith("extras/frameworks/") for place in callbacks)
     assert not twice

@@ -14,10 +14,11 @@ import numpy as np
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister.service import Daemon
-from flashckpt.planning.partners import partner_map
-from flashckpt.planning.replica_rows import ReplicaMap, row_keys
 from flashckpt.replicate import records
+from flashckpt.replicate.partners import partner_map
 from flashckpt.replicate.records import ReplicaRows, ReplicaSession
+from flashckpt.replicate.replica_rows import ReplicaMap, row_keys
+from flashckpt.replicate.service import ReplicationService
 from flashckpt.shm import job_records
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Segment
@@ -102,8 +103,14 @@ def turn_all(daemons: Sequence[Daemon], condition: Callable[[], object], what: s
     wait_for(once, what=what)
 
 
+def replication(daemon: Daemon) -> ReplicationService:
+    found = daemon.extensions["replicas"]
+    assert isinstance(found, ReplicationService)
+    return found
+
+
 def everywhere(daemon: Daemon) -> SnapshotId | None:
-    return daemon.replication.state().everywhere
+    return replication(daemon).state().everywhere
 
 
 def replicas_of(directory: JobDirectory) -> dict[tuple[int, SnapshotId], Manifest]:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from flashckpt import entry_points
 from flashckpt.environment import env
 from flashckpt.errors import RESUME_EXIT_CODE, FlashckptError
 from flashckpt.sampler.datasets import reaching
@@ -35,27 +36,23 @@ from flashckpt.trainer.parallel.distributed import check_root, is_first_start, n
 from flashckpt.trainer.parallel.layout import Layout, resolve_layout
 from flashckpt.trainer.parallel.switches import with_precision
 from flashckpt.trainer.train.anomaly import Guard
-from flashckpt.trainer.train.interludes import Interludes
+from flashckpt.trainer.train.hooks import HookedRun, hooks_of
 from flashckpt.trainer.train.metrics import StepRecord
 from flashckpt.trainer.train.nonfinite import report_nonfinite
 from flashckpt.trainer.train.optim import clamp_gradients, clip_gradients
 from flashckpt.trainer.train.phased_data import PhasedData
 from flashckpt.trainer.train.phases import Phase, check_layouts, phase_at, phases_of
+from flashckpt.trainer.train.profile_range import ProfileRange
 from flashckpt.trainer.train.rate_jump import rate_jump
 from flashckpt.trainer.train.record import RunRecord, SpikeError, say_once
 from flashckpt.trainer.train.regroup import begin_if_new, has_other_groups
 from flashckpt.trainer.train.saving import checkpointer, explain, waiting_for_data
-from flashckpt.trainer.train.starting import announce, announce_phase, reporter_of, seed_rng, training_data
+from flashckpt.trainer.train.starting import announce, announce_phase, seed_rng, training_data
 from flashckpt.trainer.train.step import Totals, TrainStep
-from flashckpt.trainer.watch.engine import EngineWatch
-from flashckpt.trainer.watch.events import Events
-from flashckpt.trainer.watch.phases import PhaseTimer, StartClock
-from flashckpt.trainer.watch.profile_range import ProfileRange
-from flashckpt.trainer.watch.profiler import StepProfiler
+from flashckpt.trainer.train.step_phases import FenceClock, PhaseTimer, StartClock
 
 if TYPE_CHECKING:
     from flashckpt import Checkpointer
-    from flashckpt.trainer.train.reporter import Reporter
 
 logger = logging.getLogger(__name__)
 
@@ -82,9 +79,7 @@ class Trainer:
     ) -> None:
         config = with_precision(config, device.type)
         self.config, self.layout = config, layout
-        self.clock, self.timer = clock or StartClock(), PhaseTimer()
-        rank = env.RANK
-        self.profiler = None if profiled is None else StepProfiler(profiled, config.log.folder, rank, device)
+        self.clock, self.timer, self.fences = clock or StartClock(), PhaseTimer(), FenceClock()
         self.phases = phases_of(config)
         self.phase = self.phases[0]
         self.parallel = build_parallel(config, layout, device)
@@ -98,9 +93,10 @@ class Trainer:
         self.train_step = self._step_of(config)
         self.guard = Guard(config.guard)
         self.record = RunRecord(config)
-        self.reporter: Reporter | None = None
-        self.events = Events()
-        self.watch = EngineWatch(self.events) if self.parallel.reporter and config.checkpoint.root else None
+        anchor = None if self.outer is None else self.outer.anchor
+        self.hooks = hooks_of(
+            HookedRun(config=config, parallel=self.parallel, average=self.average, anchor=anchor, profiled=profiled)
+        )
         self.ckpt: Checkpointer | None = None
         self.done = 0
         self._rolled_back_to = -1
@@ -134,9 +130,7 @@ class Trainer:
         if self._has_weights:
             return
         if self.config.init.from_:
-            from flashckpt.trainer.hub.start import load_first_weights
-
-            load_first_weights(self.config, self.parallel.bare_parts())
+            entry_points.load(entry_points.EXTRAS, "hub-weights")(self.config, self.parallel.bare_parts())
         else:
             self.parallel.fill(self.config)
         for copied in (self.average, self.outer):
@@ -155,57 +149,39 @@ class Trainer:
             say_once(
                 logging.WARNING, f"step {self.done} of {self.config.train.steps} is already trained: nothing to do"
             )
-        self._open_reporter()
         reaching.waiting = functools.partial(waiting_for_data, lambda: self.ckpt)
         try:
+            self._open_outputs()
             code = self._train(began)
         finally:
             reaching.waiting = contextlib.nullcontext
             self.data.close()
-            if self.reporter is not None:
-                self.reporter.close()
+            self.hooks.close()
         if self.ckpt is not None:
             self.ckpt.wait()
             self.ckpt.close()
         return code
 
-    def _open_reporter(self) -> None:
-        if self.reporter is not None:
-            self.reporter.close()
-        self.reporter = reporter_of(
-            self.phase.config, self.parallel, after=self.done, engine=self.watch, events=self.events
-        )
+    def _open_outputs(self) -> None:
+        self.hooks.opened(self.phase.config, self.parallel, self.done)
 
     def _train(self, began: str) -> int:
-        interludes, phase = self._interludes(), self.phase
         while self.done < self.config.train.steps:
-            if self.profiler is not None:
-                self.profiler.before(self.done + 1)
+            self.hooks.before(self.done + 1)
             try:
                 record = self.one_step()
             except SpikeError as spike:
                 self._roll_back(spike)
                 continue
-            if self.profiler is not None:
-                self.profiler.after(self.done)
-            self._report(record, began)
+            self.hooks.trained(self.done)
+            with self.timer.beside("log"):
+                self.hooks.finished(record)
+            if line := self.clock.finish(began):
+                self.hooks.started(record.step, line)
             if self.ckpt is not None and self.ckpt.should_stop:
                 return RESUME_EXIT_CODE
-            if phase is not self.phase:
-                interludes, phase = self._interludes(), self.phase
-            interludes.after(self.done, self.ckpt, self.reporter)
+            self.hooks.between(self.done, self.ckpt)
         return 0
-
-    def _report(self, record: StepRecord, began: str) -> None:
-        if self.reporter is not None:
-            with self.timer.beside("log"):
-                self.reporter.step(record)
-            if line := self.clock.finish(began):
-                self.reporter.started(record.step, line)
-
-    def _interludes(self) -> Interludes:
-        anchor = None if self.outer is None else self.outer.anchor
-        return Interludes(self.phase.config, self.parallel, self.average, anchor)
 
     def _roll_back(self, spike: SpikeError) -> None:
         """Restore the newest snapshot in memory, and skip the samples between it and the spike. Collective."""
@@ -216,7 +192,7 @@ class Trainer:
         self.guard.keep_budget(budget)
         self._rolled_back_to = self.done
         skipped = self.data.skip_to(stream, spike.end)
-        self._open_reporter()
+        self._open_outputs()
         logger.warning(
             "step %d: rolled back to step %d, %d samples are skipped",
             spike.step,
@@ -273,8 +249,7 @@ class Trainer:
         if phase.number != self.phase.number:
             self._enter(phase)
             self.guard.forget()  # other data, other losses
-            if self.reporter is not None:
-                self._open_reporter()  # with the sizes of the phase
+            self._open_outputs()  # with the sizes of the phase
 
     def _update(self, totals: Totals, step: int, rate: float) -> bool:
         """Step the optimizer unless this batch is skipped, then what follows the weights; return whether it stepped."""
@@ -308,8 +283,8 @@ class Trainer:
         action = self.config.guard.on_spike
         if action == "rollback" and self.done == self._rolled_back_to:
             action = "skip"  # this is the state that it would go back to
-        if self.reporter is not None:
-            self.reporter.spike(step, totals.loss, totals.norm, self.data.global_ids(), action)
+        if self.parallel.reporter:
+            self.hooks.spike(step, totals.loss, totals.norm, self.data.global_ids(), action)
         if action == "rollback":
             self.guard.count_rollback(totals.loss, totals.norm)
             raise SpikeError(step, self.data.position_after_next())
@@ -344,7 +319,7 @@ class Trainer:
         persist, self._owes_persist = is_last or self._owes_persist, False
         self.ckpt.step(step, persist=persist)  # commits the sampler's position, then records it with everything else
         stall_ms = (time.perf_counter() - began) * 1e3
-        return stall_ms if self.watch is None else stall_ms + self.watch.fence_ms(self.ckpt)
+        return stall_ms + self.fences.ms(self.ckpt)
 
     def _restore(self) -> None:
         if self.config.checkpoint.root:
@@ -355,16 +330,15 @@ class Trainer:
         average = None if self.average is None else self.average.modules
         state = {"optimizer": self.optimizers, "sampler": self.data.sampler, "run": self.record, "guard": self.guard}
         self.ckpt = checkpointer(self.config, self.parallel, self.outer, **state, ema=average)
-        if self.watch is not None:
-            self.watch.attach(self.ckpt)
+        self.fences.begin()
+        self.hooks.attach(self.ckpt)
         try:
             is_regrouped = self.outer is not None and has_other_groups(self.config, self.parallel.device)
             report = self.ckpt.restore(strict=not is_regrouped)
         except FlashckptError as error:
             explain(self.config, error)
             raise
-        if self.watch is not None:
-            self.watch.began(report)
+        self.hooks.restored(report)
         if report is not None:
             self.done = report.step
             self._has_weights = True

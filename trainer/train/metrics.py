@@ -20,7 +20,7 @@ class StepRecord:
     """One finished step. Losses in nats per token; `seconds` of wall clock; `samples`: digest of the global batch.
 
     `stall_ms`: how long `Checkpointer.step()` and its fence held the training thread of this rank.
-    `phases`: seconds by phase (`watch.phases.PHASES`); they add up to `seconds`.
+    `phases`: seconds by phase (`step_phases.PHASES`); they add up to `seconds`.
     `experts`: of each layer the tokens that chose each expert; [] without experts.
     """
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from flashckpt.nonfatal import Nonfatal, write_all
-from flashckpt.trainer.watch.terminal import CLEAR, is_terminal
+from flashckpt.trainer.train.terminal import CLEAR, is_terminal
 
 __all__ = ["LineFile", "Nonfatal", "NonfatalStream", "nonfatal_stream", "nonfatal_streams", "write_all"]
 

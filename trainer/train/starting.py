@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 
 import torch
 
+from flashckpt import entry_points
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.data.mixed import open_data
 from flashckpt.trainer.data.training_data import TrainingData
@@ -17,12 +17,8 @@ from flashckpt.trainer.parallel.distributed import device_name
 from flashckpt.trainer.parallel.float8 import described_float8
 from flashckpt.trainer.parallel.layout import Layout, resolve_layout
 from flashckpt.trainer.parallel.switches import host_memory_switches
-from flashckpt.trainer.plan.start import start_line
 from flashckpt.trainer.train.phases import Phase
 from flashckpt.trainer.train.record import say_once
-from flashckpt.trainer.train.reporter import Reporter
-from flashckpt.trainer.watch.engine import EngineWatch
-from flashckpt.trainer.watch.events import Events
 
 
 def training_data(config: RunConfig, seed: int, parallel: Parallel, layout: Layout) -> TrainingData:
@@ -60,7 +56,8 @@ def announce(config: RunConfig, layout: Layout, parallel: Parallel) -> None:
         say_once(logging.INFO, float8)
     if products := described_products(parallel.parts[0]):
         say_once(logging.INFO, products)
-    say_once(logging.INFO, start_line(config, layout, device_name(device)))
+    if (start_line := entry_points.optional("start-line")) is not None:
+        say_once(logging.INFO, start_line(config, layout, device_name(device)))
     if not config.checkpoint.root:
         say_once(logging.WARNING, "no checkpoints are made: checkpoint.root is empty, [checkpoint] has no effect")
 
@@ -74,25 +71,3 @@ def announce_phase(phase: Phase) -> None:
             f"phase {phase.number} from step {phase.first_step}: seq_len {config.train.seq_len}, global batch "
             f"{config.train.global_batch}, rope base {config.model.rope_base:g}, lr {config.optim.lr:g}",
         )
-
-
-def reporter_of(
-    config: RunConfig, parallel: Parallel, *, after: int, engine: EngineWatch | None, events: Events
-) -> Reporter | None:
-    """Return what writes this run's outputs, on the rank that does; it begins after the step that is done."""
-    if not parallel.reporter:
-        return None
-    device = parallel.device
-    is_cuda = device.type == "cuda"
-    reporter = Reporter(
-        config,
-        world=parallel.layout.world,
-        after=after,
-        engine=engine,
-        events=events,
-        device=device_name(device),
-        device_bytes=functools.partial(torch.cuda.max_memory_allocated, device) if is_cuda else None,
-    )
-    if engine is not None and engine.restored:
-        reporter.note(after, engine.restored)
-    return reporter

@@ -24,7 +24,7 @@ from flashckpt.trainer.model.router_load import move_bias
 from flashckpt.trainer.model.router_loss import set_router_scale
 from flashckpt.trainer.parallel.apply import Parallel, local_tensor, set_gradient_sync
 from flashckpt.trainer.train.optim import local_square_sum, scale_gradients, settle_gradients
-from flashckpt.trainer.watch.phases import PhaseTimer
+from flashckpt.trainer.train.step_phases import PhaseTimer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,7 @@ import pytest
 from support.training import run_config
 
 from flashckpt.trainer.train.metrics import StepRecord
-from flashckpt.trainer.train.reporter import Reporter
+from flashckpt.trainer.watch.reporter import Reporter
 from flashckpt.trainer.watch.wandb_page import RUN_ID
 
 pytest.importorskip("wandb", reason="wandb is not installed: make test-wandb")

@@ -16,11 +16,11 @@ from click.testing import CliRunner, Result
 from support.s3 import s3_server
 
 from flashckpt.bench import measure, probe
+from flashckpt.bench.command import bench
 from flashckpt.bench.compare import caveats, compare
-from flashckpt.cli.bench import bench
 from flashckpt.cli.main import main
-from flashckpt.cli.plan import plan
 from flashckpt.errors import ConfigError, FlashckptError, LayoutError, RootError
+from flashckpt.plan.command import plan
 from flashckpt.shm.job_directory import memory_root
 
 OPTIONS = {"endpoint_url": "endpoint", "key": "key", "secret": "secret"}
@@ -370,9 +370,7 @@ def test_busy_machine_is_refused_where_quiet_is_required(tmp_path: Path, monkeyp
 
 
 def test_commands_and_persister_start_without_torch() -> None:
-    modules = (
-        "flashckpt.cli.bench, flashckpt.cli.plan, flashckpt.bench.job, flashckpt.bench.store, flashckpt.bench.persister"
-    )
+    modules = "flashckpt.bench.command, flashckpt.plan.command, flashckpt.bench.job, flashckpt.bench.store, flashckpt.bench.persister"
     code = f"import sys, {modules}, flashckpt.plan.report, flashckpt.bench.table; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

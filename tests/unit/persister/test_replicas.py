@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 from support.daemons import ForkedDaemon, daemon_of
 from support.ranks import wait_for
-from support.replicas import Replicating, everywhere, memory_of, replicas_of, turn_all
+from support.replicas import Replicating, everywhere, memory_of, replicas_of, replication, turn_all
 
 from flashckpt.cli.main import main
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister.service import Daemon
 from flashckpt.faults import CRASH_POINTS
-from flashckpt.planning.replica_rounds import NodeReport, RoundDecision
 from flashckpt.replicate import records, rounds
 from flashckpt.replicate.connections import SMALL, linked
+from flashckpt.replicate.replica_rounds import NodeReport, RoundDecision
 from flashckpt.shm import job_records
 
 SHAPES = {"w": (1200, 700), "b": (7,)}
@@ -52,7 +52,7 @@ def test_each_node_keeps_what_its_neighbour_alone_holds_and_nothing_else(shm_dir
                 assert manifest.is_part
                 assert sorted(manifest.table.fqns) == sorted(own.table.fqns)
                 assert manifest.values == {"step": 2, f"rng@rank{own.rank}": own.generator(1, 2)}
-        state = daemons[0].replication.state()
+        state = replication(daemons[0]).state()
         assert (state.lag_steps, state.pending_bytes, state.problem) == (0, 0, "")
         read = them.jobs[1].directory.read_status
         turn_all(
@@ -108,7 +108,7 @@ def test_only_every_kth_step_is_replicated_and_lag_says_what_is_not(shm_dir: Pat
         assert them.step(4)
         turn_all(daemons, lambda: all(everywhere(d) == (1, 4) for d in daemons), "step 4")
         assert them.step(6)
-        turn_all(daemons, lambda: daemons[0].replication.state().lag_steps == 2, "a lag of 2 steps")
+        turn_all(daemons, lambda: replication(daemons[0]).state().lag_steps == 2, "a lag of 2 steps")
         assert {i for _, i in replicas_of(them.jobs[0].directory)} == {(1, 4)}
         assert daemons[0].numbers()["replica_lag_steps"] == 2
         assert daemons[0].numbers()["replicated_step"] == 4
@@ -124,15 +124,15 @@ def test_partner_that_is_gone_costs_replicas_and_nothing_else_and_is_found_again
             assert them.step(2)
             turn_all([first, second], lambda: everywhere(first) == (1, 2), "step 2")
         assert them.step(4)
-        turn_all([first], lambda: "cannot be reached" in first.replication.state().problem, "the problem to be named")
-        assert first.replication.state().lag_steps == 2
+        turn_all([first], lambda: "cannot be reached" in replication(first).state().problem, "the problem to be named")
+        assert replication(first).state().lag_steps == 2
         status = them.jobs[0].directory.read_status()
         assert status is not None
         assert status.replica_lag == 2
         assert them.step(6)
         with daemon_of(them.jobs[1]) as second:  # another process of that node, on the same port
             turn_all([first, second], lambda: everywhere(first) == everywhere(second) == (1, 6), "step 6")
-            assert first.replication.state().problem == ""
+            assert replication(first).state().problem == ""
 
 
 def test_one_node_that_is_gone_does_not_stop_the_others_and_catches_up_when_it_is_back(
@@ -157,13 +157,13 @@ def test_one_node_that_is_gone_does_not_stop_the_others_and_catches_up_when_it_i
         turn_all(rest, lambda: kept_at(them, 0) == {(3, (1, 2)), (3, (1, 8))}, "step 8 at node 0")
         assert {everywhere(daemon) for daemon in rest} == {(1, 2)}
         turn_all(
-            rest, lambda: {d.replication.state().without for d in rest} == {("node 2",)}, "node 2 to be passed over"
+            rest, lambda: {replication(d).state().without for d in rest} == {("node 2",)}, "node 2 to be passed over"
         )
         assert kept_at(them, 3) == {(2, (1, 2))}  # what it has sent itself is as safe as before
         assert kept_at(them, 2) == {(1, (1, 2))}
         with daemon_of(them.jobs[2]) as third:
             everyone = [*rest, third]
-            turn_all(everyone, lambda: not any(d.replication.state().without for d in everyone), "all to take part")
+            turn_all(everyone, lambda: not any(replication(d).state().without for d in everyone), "all to take part")
             assert them.step(10)
             turn_all(everyone, lambda: all(everywhere(d) == (1, 10) for d in everyone), "step 10 everywhere")
         for node in range(4):
@@ -187,7 +187,7 @@ def test_first_node_that_is_gone_does_not_stop_the_others(shm_dir: Path, monkeyp
         assert (everywhere(second), everywhere(third)) == ((1, 2), (1, 2))
         with daemon_of(them.jobs[0]) as first:
             everyone = [first, second, third]
-            turn_all(everyone, lambda: not any(d.replication.state().without for d in everyone), "all to take part")
+            turn_all(everyone, lambda: not any(replication(d).state().without for d in everyone), "all to take part")
             assert them.step(6)
             turn_all(everyone, lambda: all(everywhere(d) == (1, 6) for d in everyone), "step 6 everywhere")
 
@@ -203,16 +203,17 @@ def test_partner_that_listens_nowhere_is_passed_over_and_what_is_on_storage_need
         turn_all(daemons, lambda: all(everywhere(d) == (1, 2) for d in daemons), "step 2")
         for job in them.jobs:
             assert job.step(3, persist=True)
-        turn_all(daemons, lambda: all(d.replication._committed == (1, 3) for d in daemons), "step 3 on storage")
+        turn_all(daemons, lambda: all(replication(d)._committed == (1, 3) for d in daemons), "step 3 on storage")
         turn_all(daemons, lambda: all(everywhere(d) == (1, 3) for d in daemons), "step 3")
-        assert daemons[1].replication._listener is not None
-        daemons[1].replication._listener.close()
+        listener = replication(daemons[1])._listener
+        assert listener is not None
+        listener.close()
         for step in (4, 6, 8):
             assert them.step(step)
             turn_all(daemons, lambda s=step: all(everywhere(d) == (1, s) for d in daemons), f"step {step}")  # type: ignore[misc]
         assert kept_at(them, 2) == {(1, (1, 6)), (1, (1, 8))}
         assert kept_at(them, 0) == {(2, (1, 6)), (2, (1, 8))}
-        turn_all(daemons, lambda: daemons[0].replication.state().without == ("node 1",), "node 1 to be passed over")
+        turn_all(daemons, lambda: replication(daemons[0]).state().without == ("node 1",), "node 1 to be passed over")
 
 
 def kept_at(them: Replicating, node: int) -> set[tuple[int, SnapshotId]]:
@@ -305,7 +306,7 @@ def test_snapshot_that_was_damaged_at_home_is_not_replicated_and_the_next_one_is
         assert them.step(2)
         segment = them.jobs[0].ranks[0].segment
         segment.buffer[segment.spec.data_at(0)] ^= 1
-        turn_all(daemons, lambda: any(s.progress.damaged for s in daemons[0].replication._senders), "the damage")
+        turn_all(daemons, lambda: any(s.progress.damaged for s in replication(daemons[0])._senders), "the damage")
         assert them.step(4)
         turn_all(daemons, lambda: all(everywhere(d) == (1, 4) for d in daemons), "step 4")
         assert (0, (1, 2)) not in replicas_of(them.jobs[1].directory)
@@ -314,7 +315,7 @@ def test_snapshot_that_was_damaged_at_home_is_not_replicated_and_the_next_one_is
 def test_stranger_is_refused_before_anything_is_read(shm_dir: Path) -> None:
     them = Replicating(shm_dir, 3)  # the persister of node 1 sends to node 2: it takes no place of this connection
     with daemons_of(them) as daemons:
-        turn_all(daemons, lambda: all(d.replication.session for d in daemons), "the session")
+        turn_all(daemons, lambda: all(replication(d).session for d in daemons), "the session")
         endpoint = records.read_endpoint(them.jobs[0].directory)
         assert endpoint is not None
         session = records.read_session(them.jobs[1].directory)
@@ -332,7 +333,7 @@ def test_stranger_is_refused_before_anything_is_read(shm_dir: Path) -> None:
 def test_chunk_of_an_absurd_length_ends_the_connection(shm_dir: Path, nbytes: int) -> None:
     them = Replicating(shm_dir, 3)  # the persister of node 1 sends to node 2: it takes no place of this connection
     with daemons_of(them) as daemons:
-        turn_all(daemons, lambda: all(d.replication.session for d in daemons), "the session")
+        turn_all(daemons, lambda: all(replication(d).session for d in daemons), "the session")
         endpoint = records.read_endpoint(them.jobs[0].directory)
         session = records.read_session(them.jobs[1].directory)
         assert endpoint is not None
@@ -356,7 +357,9 @@ def test_next_generation_keeps_what_it_was_restored_from_until_its_own_is_everyw
         them.begin_again(parent)
         them.write_session(restored=parent)
         turn_all(
-            daemons, lambda: all(d.replication.session and d.replication.session.generation == 2 for d in daemons), "it"
+            daemons,
+            lambda: all(getattr(replication(d).session, "generation", 0) == 2 for d in daemons),
+            "it",
         )
         assert everywhere(daemons[0]) is None
         assert {i for _, i in replicas_of(them.jobs[0].directory)} == {(1, 2), parent}

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from flashckpt.bench.quantity import parse_duration, parse_scale, parse_size, show_bytes, show_rate, show_s
-from flashckpt.cli.plan import plan
+from flashckpt.cli.quantity import parse_duration, parse_scale, parse_size, show_bytes, show_rate, show_s
 from flashckpt.errors import ConfigError, FlashckptError, FormatVersionError, LayoutError
+from flashckpt.plan.command import plan
 
 BASE = ["--gpus", "16384", "--layout", "llama3-405b"]
 

@@ -13,9 +13,9 @@ from unit.planning.test_directory import box, manifest
 from flashckpt.core.digest import chunk_count
 from flashckpt.core.manifest import decode_manifest, encode_manifest
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.planning.partners import partner_map, senders_to
-from flashckpt.planning.replica_rounds import NodeReport, RoundDecision, decide
-from flashckpt.planning.replica_rows import ReplicaMap, masks_of, replica_manifest, row_keys, rows_for
+from flashckpt.replicate.partners import partner_map, senders_to
+from flashckpt.replicate.replica_rounds import NodeReport, RoundDecision, decide
+from flashckpt.replicate.replica_rows import ReplicaMap, masks_of, replica_manifest, row_keys, rows_for
 
 DOMAINS = st.lists(st.sampled_from("abcde"), min_size=1, max_size=12)
 

@@ -23,6 +23,7 @@ from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.daemon.persister.service import Daemon
 from flashckpt.errors import ObjectStateError
 from flashckpt.shm.job_directory import JobDirectory
+from flashckpt.state.loaded import is_ours
 from flashckpt.storage.factory import open_store
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # of torch, by torchdata
@@ -253,6 +254,14 @@ class Other:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         pass
+
+
+def test_an_object_of_a_framework_in_one_of_ours_is_asked_as_the_users_own_are() -> None:
+    from flashckpt.integrations.shared import OneForAllRanks
+    from flashckpt.sampler import ElasticSampler
+
+    assert is_ours(ElasticSampler(8))
+    assert not is_ours(OneForAllRanks(Faithful(1)))
 
 
 def test_equal_values_of_other_types_are_equal(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from support.s3_stub import Stub, s3_stub
 
 from flashckpt.errors import ConfigError
 from flashckpt.storage.factory import open_in_rank, open_store, place_of
-from flashckpt.storage.obstore_store import ObstoreStore
 from flashckpt.storage.s3 import S3Store
 from flashckpt.storage.s3_address import address_of
+from flashckpt.stores.obstore_store import ObstoreStore
 
 CLIENTS = ("s3fs", "obstore")
 HERE, OTHER = "http://private.example", "http://other.example"

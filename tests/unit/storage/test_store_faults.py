@@ -30,9 +30,9 @@ from flashckpt.core.lineage import Generation
 from flashckpt.errors import ConfigError, DamagedError, FlashckptError, RootError, StoreError
 from flashckpt.storage.conditional import publish_unconditional
 from flashckpt.storage.factory import is_process_local, open_store
-from flashckpt.storage.obstore_store import CredentialChain
 from flashckpt.storage.posix import PosixStore
 from flashckpt.storage.store import PART_BYTES, ObjectInfo, Store
+from flashckpt.stores.obstore_store import CredentialChain
 
 BACKENDS = ("s3fs", "obstore")
 both = pytest.mark.parametrize("backend", BACKENDS)

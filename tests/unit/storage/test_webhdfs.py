@@ -17,7 +17,7 @@ from support.s3 import free_port
 
 from flashckpt.errors import ConfigError, FlashckptError, RootError, StoreError
 from flashckpt.storage.factory import open_store
-from flashckpt.storage.webhdfs import HdfsError, _publish
+from flashckpt.stores.webhdfs import HdfsError, _publish
 
 pytest.importorskip("requests")
 
@@ -72,7 +72,7 @@ def name_node(request: pytest.FixtureRequest) -> Iterator[NameNode]:
 def test_what_may_pass_is_asked_again_and_what_stays_is_not(
     name_node: NameNode, error: type[Exception], asked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flashckpt.storage.webhdfs.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("flashckpt.stores.webhdfs.FIRST_PAUSE_S", 0.0)
     store = open_store(f"webhdfs://127.0.0.1:{name_node.server_port}/run", user="me", retries=3)
     with pytest.raises(error) as caught:
         store.folders()
@@ -82,7 +82,7 @@ def test_what_may_pass_is_asked_again_and_what_stays_is_not(
 
 @pytest.mark.parametrize("status", [400, 403, 405, 408, 410, 429, 500, 501, 502, 503])
 def test_what_a_gateway_answers_is_permanent_or_not_by_its_status(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashckpt.storage.webhdfs.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("flashckpt.stores.webhdfs.FIRST_PAUSE_S", 0.0)
     with NameNode("", status) as server:
         server.body = b"<html>Knox</html>"
         thread = threading.Thread(target=server.serve_forever)

@@ -19,12 +19,12 @@ from flashckpt.shm import agent_folder
 from flashckpt.trainer.train.metrics import StepRecord
 from flashckpt.trainer.train.nonfatal import NonfatalStream, nonfatal_streams
 from flashckpt.trainer.train.report_once import report_once
+from flashckpt.trainer.train.terminal import CLEAR, terminal_of
 from flashckpt.trainer.watch import panel
 from flashckpt.trainer.watch.events import KEPT, Event, Events
 from flashckpt.trainer.watch.figures import Figures
 from flashckpt.trainer.watch.live import LiveDisplay
 from flashckpt.trainer.watch.plain import ProgressLine, duration
-from flashckpt.trainer.watch.terminal import CLEAR, terminal_of
 
 RECORD: dict[str, Any] = {"norm": 1.25, "rate": 0.1, "tokens": 64, "samples": "ab", "seconds": 2.0, "loss": 2.5}
 FIGURES = Figures(
@@ -275,7 +275,7 @@ def test_a_terminal_that_goes_without_a_signal_ends_the_display_too() -> None:
 def test_without_rich_there_are_plain_lines(monkeypatch: Any, tmp_path: Path, caplog: Any) -> None:
     from support.training import run_config
 
-    from flashckpt.trainer.train import reporter
+    from flashckpt.trainer.watch import reporter
 
     monkeypatch.setitem(sys.modules, "rich.console", None)
     monkeypatch.delitem(sys.modules, "flashckpt.trainer.watch.panel")

@@ -30,7 +30,7 @@ class Run:
         settings = GuardConfig(on_spike=policy, window=WINDOW, max_interventions=BUDGET)
         self.guard, self.config = Guard(settings), SimpleNamespace(guard=settings)
         self.record = SimpleNamespace(settings_changed=False)
-        self.reporter = self.parallel = None
+        self.parallel = SimpleNamespace(reporter=False)
         self.train_step = SimpleNamespace(own_losses=list)
         self.data = SimpleNamespace(position_after_next=int)
         self.done, self._rolled_back_to, self.since, self.visits = 0, -1, 0, 0

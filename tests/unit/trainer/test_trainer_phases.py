@@ -18,12 +18,12 @@ from flashckpt.errors import ConfigError
 from flashckpt.trainer import __main__ as command
 from flashckpt.trainer.config import from_values, to_values
 from flashckpt.trainer.parallel.distributed import process_group
+from flashckpt.trainer.train import step_phases as module
 from flashckpt.trainer.train.loop import Trainer, prepare
 from flashckpt.trainer.train.metrics import StepRecord
-from flashckpt.trainer.watch import phases as module
+from flashckpt.trainer.train.profile_range import ProfileRange, profile_range
+from flashckpt.trainer.train.step_phases import PHASES, PhaseTimer, StartClock, process_age_s
 from flashckpt.trainer.watch.figures import Figures, curves
-from flashckpt.trainer.watch.phases import PHASES, PhaseTimer, StartClock, process_age_s
-from flashckpt.trainer.watch.profile_range import ProfileRange, profile_range
 from flashckpt.trainer.watch.profiler import StepProfiler, live_tensors
 
 TINY = str(ROOT / "configs" / "tiny.toml")

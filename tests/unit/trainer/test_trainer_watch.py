@@ -21,12 +21,13 @@ from flashckpt.trainer.config.changes import recorded_values
 from flashckpt.trainer.config.model import ModelConfig
 from flashckpt.trainer.model.flops import count_parameters, flops_per_token, peak_tflops
 from flashckpt.trainer.train.metrics import StepRecord, Trace
-from flashckpt.trainer.train.reporter import Reporter
+from flashckpt.trainer.train.step_phases import FenceClock
 from flashckpt.trainer.watch import beside
 from flashckpt.trainer.watch.beside import Beside
 from flashckpt.trainer.watch.engine import EngineWatch
 from flashckpt.trainer.watch.events import Events
 from flashckpt.trainer.watch.figures import Figures, StepMeter, curves
+from flashckpt.trainer.watch.reporter import Reporter
 from flashckpt.trainer.watch.wandb_page import PATIENCE, RUN_ID, WandbPage, last_step
 
 RECORD: dict[str, Any] = {"norm": 1.25, "rate": 0.1, "tokens": 64, "samples": "ab", "seconds": 0.5, "loss": 2.5}
@@ -144,16 +145,15 @@ def test_after_a_restore_the_lag_is_known_as_soon_as_the_commit_is() -> None:
 
 
 def test_fences_are_counted_per_step_and_from_zero_in_another_session() -> None:
-    watch, engine = EngineWatch(Events()), Engine()
+    clock, engine = FenceClock(), Engine()
     checkpointer: Any = engine
-    watch.attach(checkpointer)
-    assert watch.fence_ms(checkpointer) == 0.0
+    assert clock.ms(checkpointer) == 0.0
     for total, since in ((0.25, 250.0), (0.75, 500.0), (0.75, 0.0)):
         engine.stats["fence_s"] = total
-        assert watch.fence_ms(checkpointer) == since
-    watch.attach(checkpointer)
+        assert clock.ms(checkpointer) == since
+    clock.begin()
     engine.stats["fence_s"] = 0.5
-    assert watch.fence_ms(checkpointer) == 500.0
+    assert clock.ms(checkpointer) == 500.0
 
 
 def test_restarts_under_dlrun_count_before_anything_was_restored(monkeypatch: Any) -> None:

@@ -1,0 +1,137 @@
+"""`flashckpt plan`: intervals and goodput from measured or assumed costs."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from flashckpt.bench.layouts import DEFAULTS
+from flashckpt.cli.common import console, json_file_option
+from flashckpt.cli.quantity import DURATION, SHARE, SIZE
+from flashckpt.errors import ConfigError
+from flashckpt.plan.model import Costs
+from flashckpt.printable import to_json
+
+_LIMIT_GPUS = 10_000_000
+
+
+@click.command("plan", context_settings={"show_default": True})
+@click.option("--gpus", type=int, required=True, help="GPUs of the job (one rank each).")
+@click.option("--layout", "name", type=click.Choice(sorted(DEFAULTS)), required=True, help="Model; sets tp, pp, ZeRO.")
+@click.option("--tp", type=int, help="Tensor-parallel ranks instead of the layout's.")
+@click.option("--pp", type=int, help="Pipeline stages instead of the layout's.")
+@click.option("--zero", type=click.Choice(["0", "1", "3"]), help="ZeRO stage instead of the layout's.")
+@click.option("--mtbf", type=DURATION, default="50677h", help="Mean time between failures per GPU.")
+@click.option("--storage-share", type=SHARE, default="0.525", help="Failures that lose a node's memory.")
+@click.option("--from", "bench", type=click.Path(path_type=Path), multiple=True, help="JSON of `flashckpt bench`.")
+@click.option("--gpus-per-node", type=int, default=8, help="Ranks that share one node's memory and network.")
+@click.option("--step-time", type=DURATION, help="Seconds per step: intervals become whole steps.")
+@click.option("--relaunch", type=DURATION, default="60s", help="Restart without the restore, same nodes.")
+@click.option(
+    "--replace", "replace_s", type=DURATION, default="600s", help="Restart without the restore, one node replaced."
+)
+@click.option("--write-rate", type=SIZE, help="Durable bytes per second and node, instead of measured or assumed.")
+@click.option("--read-rate", type=SIZE, help="Bytes read per second and node.")
+@click.option("--storage-rate", type=SIZE, help="Bytes per second of the shared storage for all nodes together.")
+@click.option("--copy-rate", type=SIZE, help="Bytes per second and rank into host memory.")
+@click.option("--request-time", type=DURATION, help="Seconds of a small request to the shared storage.")
+@click.option("--request-rate", type=click.FloatRange(min=1), help="Requests per second that it answers, of all nodes.")
+@click.option("--stall", "stall_s", type=DURATION, help="Stall per snapshot, instead of the one from the rates.")
+@click.option("--persist", "persist_s", type=DURATION, help="Seconds from the snapshot to the commit.")
+@click.option("--restart-memory", "restart_memory_s", type=DURATION, help="Failure to first step, from memory.")
+@click.option("--restart-storage", "restart_storage_s", type=DURATION, help="Failure to first step, from storage.")
+@click.option("--slots", type=int, default=3, help="Snapshots per rank in host memory.")
+@click.option("--keep-last", type=int, default=3, help="Checkpoints kept on storage.")
+@json_file_option
+@click.option("--plot", "plot_path", type=click.Path(path_type=Path), help="Draw goodput over the interval.")
+def plan(**options: Any) -> None:
+    """Say how often to snapshot and to persist, and what failures will cost.
+
+    \b
+        flashckpt plan --gpus 16384 --mtbf 50000h --layout llama3-405b
+        flashckpt plan --gpus 64 --layout llama3-70b --from bench.json --plot goodput.png
+    """  # noqa: D301 -- \b is click's mark for a block that is not wrapped
+    _refuse_absurd(options)
+    from flashckpt.bench.plot import refuse_picture_without
+    from flashckpt.plan.report import plan_document
+    from flashckpt.plan.text import draw
+
+    if options["plot_path"] is not None:
+        refuse_picture_without(options["plot_path"])
+    given = {name: options[name] for name in (f.name for f in fields(Costs)) if options.get(name) is not None}
+    document = plan_document(_request(options), _rates(options), given)
+    _show(document, options["json_path"])
+    if options["plot_path"] is not None:
+        draw(document, options["plot_path"])
+
+
+def _refuse_absurd(options: dict[str, Any]) -> None:
+    for name in ("gpus", "gpus_per_node", "slots", "keep_last", "tp", "pp"):
+        value = options[name]
+        if value is not None and not 1 <= value <= _LIMIT_GPUS:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is out of range", found=f"{value:,}", expected=f"1 to {_LIMIT_GPUS:,}"
+            )
+    if options["slots"] < 2:
+        raise ConfigError("--slots is out of range", found="1", expected="2 or more: one is written while one is kept")
+
+
+def _request(options: dict[str, Any]) -> Any:
+    from flashckpt.plan.report import PlanRequest
+
+    layout = DEFAULTS[options["name"]]
+    changes: dict[str, Any] = {key: int(options[key]) for key in ("tp", "pp", "zero") if options[key] is not None}
+    return PlanRequest(
+        layout=replace(layout, **changes),
+        gpus=options["gpus"],
+        gpus_per_node=options["gpus_per_node"],
+        gpu_mtbf_s=options["mtbf"],
+        storage_share=options["storage_share"],
+        relaunch_s=options["relaunch"],
+        replace_s=options["replace_s"],
+        step_s=options["step_time"] or 0.0,
+        slots=options["slots"],
+        keep_last=options["keep_last"],
+    )
+
+
+def _rates(options: dict[str, Any]) -> Any:
+    """Return assumed rates, overridden by benchmark results in their order, and by what was given last."""
+    from flashckpt.bench.measure import read_json
+    from flashckpt.plan.report import Rates, measured_rates
+
+    rates = Rates()
+    for path in options["bench"]:
+        rates = measured_rates(read_json(path), rates)
+    given = {f"{kind}_bytes_per_s": options[f"{kind}_rate"] for kind in ("write", "read", "copy", "storage")}
+    given = {name: float(value) for name, value in given.items() if value is not None}
+    if options["request_time"] is not None:
+        given["request_s"] = options["request_time"]
+    if options["request_rate"] is not None:
+        given["requests_per_s"] = options["request_rate"]
+    return replace(rates, **given, sources={**rates.sources, **dict.fromkeys(given, "given")})
+
+
+def _show(document: dict[str, Any], json_path: Path | None) -> None:
+    from flashckpt.bench.measure import plain as without_nan
+    from flashckpt.bench.measure import write_json
+    from flashckpt.plan.text import headline, provenance, size_table, wall_lines, wrong_table
+
+    if json_path is not None and str(json_path) == "-":
+        click.echo(to_json(without_nan(document), indent=1))
+        return
+    if json_path is not None:
+        write_json(json_path, document)
+    out = console()
+    for line in headline(document):
+        out.print(line, markup=False)
+    out.print("rates:")
+    for line in provenance(document):
+        out.print(line, markup=False)
+    out.print(size_table(document))
+    for line in wall_lines(document):
+        out.print(line, markup=False)
+    out.print(wrong_table(document))

@@ -1,5 +1,0 @@
-"""`make demo`: a run killed twice, beside one that is not.
-
-In: a folder. Out: traces, a picture, a verdict.
-May import: everything of the trainer.
-"""

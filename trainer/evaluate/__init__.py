@@ -1,5 +1,0 @@
-"""Scores of a trained state; a layout against one process.
-
-In: a configuration, a model. Out: losses.
-May import: trainer.model, trainer.parallel, trainer.data, trainer.train.
-"""
