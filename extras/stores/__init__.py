@@ -1,3 +1,4 @@
-"""Stores found by entry points: obstore for s3://, and webhdfs://.
+"""Stores found by entry points: obstore for s3://, webhdfs://.
 
-In and out: as `flashckpt.storage`. """
+In and out: as `flashckpt.storage`.
+"""

@@ -1,4 +1,4 @@
-"""What stands beside the core: extras/ and plug-ins, found by `entry_points`, which any installed package may declare.
+"""Kinds of plug-ins, which extras/ and other packages give; `entry_points` finds them.
 
 | group                | name          | object                                                                |
 |----------------------|---------------|-----------------------------------------------------------------------|

@@ -12,7 +12,8 @@ import torch
 
 from flashckpt.errors import UnsupportedStateError
 from flashckpt.restore.absent_state import AbsentKey
-from flashckpt.restore.destinations import Destinations, DeviceRows
+from flashckpt.restore.destinations import Destinations
+from flashckpt.restore.device_rows import DeviceRows
 from flashckpt.restore.requirements import Requirements
 from flashckpt.state.placement import LocalBox, local_of
 

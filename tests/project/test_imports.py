@@ -86,7 +86,7 @@ def test_benchmarks_drive_the_public_class_and_not_the_parts_of_the_engine() -> 
 
 
 ARITHMETIC = {
-    "__future__", "collections", "dataclasses", "enum", "functools", "itertools", "json", "math", "msgpack", "numbers", "numpy",
+    "__future__", "collections", "dataclasses", "enum", "functools", "itertools", "json", "math", "msgpack", "numbers", "numpy", "operator",
     "struct", "types", "typing", "xxhash",
 }  # fmt: skip
 """All that `core` and `planning` may import that is not ours: nothing of it does I/O."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from flashckpt.restore import destinations, live_memory
+from flashckpt.restore import device_rows, live_memory
 from flashckpt.snapshot import copy_plan
 from flashckpt.snapshot.device import DeviceCopier
 
@@ -87,7 +87,7 @@ def install(setattr_: Callable[[Any, str, Any], None]) -> FakeCuda:
     api, real = FakeCuda(), DeviceCopier.__init__
     setattr_(copy_plan, "is_host", lambda device: False)
     setattr_(live_memory, "_is_host", lambda tensor: False)
-    setattr_(destinations, "cuda", api)
+    setattr_(device_rows, "cuda", api)
     setattr_(DeviceCopier, "__init__", lambda self, given=None: real(self, given or api))
     return api
 

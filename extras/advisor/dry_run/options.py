@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from flashckpt.errors import ConfigError
-from flashckpt.trainer.config import RunConfig
 
 RANKS_PER_NODE = 8
 GIB = 1 << 30
@@ -52,19 +50,6 @@ def take_options(words: list[str]) -> DryRunOptions | None:
     return DryRunOptions(
         world=world, ranks_per_node=per_node, device_memory=device * GIB, node_memory=node * GIB, json=as_json
     )
-
-
-def take_dry_run(words: list[str]) -> Callable[[RunConfig], int] | None:
-    """Return what makes the dry run that a command line asks for, and returns its exit code; arguments as `take_options`."""
-    if (options := take_options(words)) is None:
-        return None
-
-    def run(config: RunConfig) -> int:
-        from flashckpt.trainer.dry_run.command import dry_run
-
-        return dry_run(config, options)
-
-    return run
 
 
 def _flag(words: list[str], name: str) -> bool:

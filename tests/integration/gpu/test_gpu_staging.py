@@ -14,7 +14,7 @@ from support.ranks import wait_for
 from torch import nn
 
 from flashckpt import Checkpointer, accelerator
-from flashckpt.restore import destinations
+from flashckpt.restore import device_rows
 from flashckpt.restore.executor import thread_count
 from integration.gpu.device import bits, device, gpu, in_time
 
@@ -115,11 +115,11 @@ def test_a_restore_of_many_megabytes_goes_through_a_few_blocks(
     device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several threads fill blocks while others are on the wire; the host never holds as much as the state."""
-    monkeypatch.setattr(destinations, "BLOCKS", 3)
+    monkeypatch.setattr(device_rows, "BLOCKS", 3)
     made: Any = []
     real = accelerator.host_buffer
     monkeypatch.setattr(
-        destinations, "host_buffer", lambda nbytes, on, api=None: (made.append(1), real(nbytes, on, api=api))[1]
+        device_rows, "host_buffer", lambda nbytes, on, api=None: (made.append(1), real(nbytes, on, api=api))[1]
     )
     model = nn.Sequential(*(nn.Linear(1500, 1500) for _ in range(8))).to(device)
     ckpt = opened(tmp_path / "root", model=model)

@@ -15,8 +15,9 @@ from support.fake_cuda import FakeCuda, LateCuda, OnDevice, install
 from flashckpt import accelerator
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.planning.pieces import Runs
-from flashckpt.restore import destinations, live_memory
-from flashckpt.restore.destinations import DeviceRows, address_of, scatter
+from flashckpt.restore import device_rows, live_memory
+from flashckpt.restore.destinations import address_of, scatter
+from flashckpt.restore.device_rows import DeviceRows
 from flashckpt.restore.requirements import LiveRows
 from flashckpt.state.placement import boxes_of, shard_of
 
@@ -26,9 +27,9 @@ SCHEDULES = ["", "main", "side"]
 @pytest.fixture(params=SCHEDULES)
 def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> LateCuda:
     cuda = LateCuda(request.param)
-    monkeypatch.setattr(destinations, "cuda", cuda)
-    monkeypatch.setattr(destinations, "BLOCK_BYTES", 4096)
-    monkeypatch.setattr(destinations, "BLOCKS", 3)
+    monkeypatch.setattr(device_rows, "cuda", cuda)
+    monkeypatch.setattr(device_rows, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(device_rows, "BLOCKS", 3)
     return cuda
 
 
@@ -56,9 +57,9 @@ def test_blocks_are_used_again_only_once_their_bytes_have_arrived(late: LateCuda
 def test_a_block_that_is_filled_too_early_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above is sharp."""
     cuda = LateCuda("main")
-    monkeypatch.setattr(destinations, "cuda", cuda)
-    monkeypatch.setattr(destinations, "BLOCK_BYTES", 4096)
-    monkeypatch.setattr(destinations, "BLOCKS", 3)
+    monkeypatch.setattr(device_rows, "cuda", cuda)
+    monkeypatch.setattr(device_rows, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(device_rows, "BLOCKS", 3)
     event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None)
     live, wanted = torch.zeros(50_000, dtype=torch.uint8), noise(50_000)
     with cuda:
@@ -139,7 +140,7 @@ def test_without_page_locked_memory_the_restore_takes_pageable(
             raise RuntimeError("CUDA error: OS call failed or operation not supported on this OS")
         return real(*shape, **kinds)
 
-    monkeypatch.setattr(destinations, "cuda", FakeCuda())
+    monkeypatch.setattr(device_rows, "cuda", FakeCuda())
     monkeypatch.setattr(accelerator, "_refused", set())
     live, wanted = torch.zeros(900, dtype=torch.uint8), noise(900)
     rows = DeviceRows({0: live})
