@@ -1,4 +1,4 @@
-"""Kinds of plug-ins, which extras/ and other packages give; `entry_points` finds them.
+"""Kinds of plug-ins, those of extras/ and of other packages.
 
 | group                | name          | object                                                                |
 |----------------------|---------------|-----------------------------------------------------------------------|
