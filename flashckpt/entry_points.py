@@ -161,7 +161,7 @@ def _installed() -> Iterator[tuple[str, Groups]]:
             except OSError:
                 continue
             if b"[flashckpt." in text:
-                package = name.partition("-")[0].removesuffix(".egg-info").replace("_", "-")
+                package = name.rpartition(".")[0].partition("-")[0].replace("_", "-")
                 yield package, _parsed(text.decode(errors="replace"), package)
 
 

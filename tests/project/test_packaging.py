@@ -82,7 +82,7 @@ def test_wheel_without_a_compiler_works_in_python(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(unpacked)}
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert done.stdout.split() == [str(unpacked / "flashckpt" / "native" / "__init__.py"), "python"]
-    code = "from flashckpt import plugin; print(*(e.load().name for e in plugin.every(plugin.COMMANDS)))"
+    code = "from flashckpt import entry_points as p; print(*(e.load().name for e in p.every(p.COMMANDS)))"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert sorted(done.stdout.split()) == ["bench", "export", "import", "plan"], (

@@ -125,7 +125,9 @@ all = other.warm
 """
 
 
-@pytest.mark.parametrize("folder", ["other_tool-1.2.dist-info", "other_tool-1.2-py3.11.egg-info"])
+@pytest.mark.parametrize(
+    "folder", ["other_tool-1.2.dist-info", "other_tool-1.2-py3.11.egg-info", "other_tool.egg-info"]
+)
 def test_entry_points_are_read_as_importlib_metadata_reads_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
 ) -> None:
