@@ -49,16 +49,23 @@ def train(text: Any, name: Any, world: Any, parallel: Any, **sections: Any) -> A
 SPLIT = {"pp": 2, "schedule": "ZBVZeroBubble", "stages_per_rank": 2}
 
 
-@pytest.mark.parametrize(("world", "parallel"), [(2, {"pp": 2}), (2, {}), (2, SPLIT)], ids=["pp2", "fsdp2", "zbv"])
-def test_evaluating_every_step_leaves_the_trace_as_it_is(text: Any, world: Any, parallel: Any) -> None:
-    name = f"eval{len(parallel)}"
-    plain = train(text, f"{name}-off", world, parallel)
-    evaluation = write_evaluation(text[0] / "evaluation")
-    data = {"source": text[1], "holdout_every": 4}
-    prepare_sets(run_config(text[0], data=data, eval=evaluation))
-    scored = train(text, f"{name}-on", world, parallel, eval=evaluation)
+def evaluated(text: Any, parallel: Any) -> Any:
+    """Return the trace of two ranks that evaluate after every step, and the lines of their scores; trained once per module."""
+    folder, source = text
+    name, evaluation = f"eval{len(parallel)}-on", write_evaluation(folder / "evaluation")
+    if (folder / name).exists():
+        trace = read_trace(folder / name / "trace.jsonl")
+    else:
+        prepare_sets(run_config(folder, data={"source": source, "holdout_every": 4}, eval=evaluation))
+        trace = train(text, name, 2, parallel, eval=evaluation)
+    return trace, [json.loads(line) for line in (folder / name / "eval.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("parallel", [{"pp": 2}, {}, SPLIT], ids=["pp2", "fsdp2", "zbv"])
+def test_evaluating_every_step_leaves_the_trace_as_it_is(text: Any, parallel: Any) -> None:
+    plain = train(text, f"eval{len(parallel)}-off", 2, parallel)
+    scored, lines = evaluated(text, parallel)
     assert compare_traces(plain, scored, 4).identical
-    lines = [json.loads(line) for line in (text[0] / f"{name}-on" / "eval.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     for line in lines:
         assert line["held_out"].keys() == {"even", "odd"}
@@ -73,8 +80,7 @@ def test_evaluating_every_step_leaves_the_trace_as_it_is(text: Any, world: Any, 
 
 
 def test_two_layouts_score_the_same(text: Any) -> None:
-    first, second = ((text[0] / f"eval{i}-on" / "eval.jsonl").read_text().splitlines() for i in (1, 0))
-    one, two = (json.loads(lines[0])["held_out"] for lines in (first, second))
+    one, two = (evaluated(text, parallel)[1][0]["held_out"] for parallel in ({"pp": 2}, {}))
     for channel in one:  # dropout differs between the layouts while training, by less than this after one step
         assert one[channel]["loss"] == pytest.approx(two[channel]["loss"], abs=5e-2)
 
