@@ -14,12 +14,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from flashckpt import entry_points
 from flashckpt.core.intent import NodeMessage
 from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
@@ -27,6 +26,7 @@ from flashckpt.daemon.machine.logs import configure, log_context, turn_over
 from flashckpt.daemon.persister import metrics
 from flashckpt.daemon.persister.attempts import Attempts
 from flashckpt.daemon.persister.coordinator import PersistCoordinator
+from flashckpt.daemon.persister.extensions import Extensions
 from flashckpt.daemon.persister.retire import retire
 from flashckpt.daemon.persister.timeouts import DaemonTimeouts
 from flashckpt.daemon.persister.wakeup import Wakeup
@@ -38,7 +38,6 @@ from flashckpt.errors import (
     PersistError,
     SharedMemoryError,
 )
-from flashckpt.plugin import PersisterExtension
 from flashckpt.shm.gc import take_away
 from flashckpt.shm.inventory import Identity, NodeInventory, scan
 from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory
@@ -85,8 +84,7 @@ class Daemon:
         self._scrapes = metrics.Scrapes(self, directory.note)
         self._wakeup = Wakeup([directory.path / "events", directory.path / "requests"])
         self._messages = MessageFiles(directory.path)
-        self.extensions = dict(_extensions(directory, self._wakeup.wake))
-        self._troubles: dict[str, str] = {}
+        self.extensions = Extensions(directory, self._wakeup.wake)
 
     def run(self) -> None:
         """Turn until the work is done and no rank is running, or a signal came and nothing is pending."""
@@ -154,7 +152,8 @@ class Daemon:
             self._persist(self.persisting, view, record, urgent=urgent)
             retire(view, record, self.persisting.committed)
         self._answer(self.persisting, view)
-        self._extend(config, view, record)
+        committed = None if self.persisting is None else self.persisting.committed
+        self.extensions.turn(config, view, record, committed)
         self._report(self.persisting, view, alive=alive)
         return self._finished(self.persisting, view, record, alive=alive, urgent=urgent, silent_s=silent_s)
 
@@ -186,8 +185,7 @@ class Daemon:
     def close(self) -> None:
         """Release everything."""
         self._scrapes.close()
-        for extension in self.extensions.values():
-            extension.close()
+        self.extensions.close()
         if self.persisting is not None:
             self.persisting.close()
         self._wakeup.close()
@@ -246,19 +244,6 @@ class Daemon:
         """Return what the ranks carry from other nodes; nothing after their end, however late that was noticed."""
         return None if self.directory.request_path("ended").exists() else self._messages.received(record.number)
 
-    def _extend(self, config: JobConfig, view: NodeInventory, record: Generation) -> None:
-        """Take the extensions a turn further; what fails in one costs what it does, and nothing else."""
-        committed = self.persisting.committed if self.persisting is not None else None
-        for name, extension in self.extensions.items():
-            try:
-                extension.turn(config, view, record, committed)
-            except (FlashckptError, OSError) as error:
-                if str(error) != self._troubles.get(name):
-                    _log.warning("%s wait: %s", name, error)
-                self._troubles[name] = str(error)
-            else:
-                self._troubles[name] = ""
-
     def _answer(self, persisting: PersistCoordinator, view: NodeInventory) -> None:
         """Take a request away once what was newest when it came, or something newer, is committed or gone."""
         if self._goal is None or (persisting.floor < self._goal[0] and persisting.undone(view, urgent=True)):
@@ -275,7 +260,7 @@ class Daemon:
 
     def _report(self, persisting: PersistCoordinator, view: NodeInventory, *, alive: bool) -> None:
         lag = sum(identity > persisting.floor for identity in view.flagged())
-        said = [extension.report(self._troubles.get(name, "")) for name, extension in self.extensions.items()]
+        said, numbers = self.extensions.report()
         status = DaemonStatus(
             committed=persisting.committed,
             failures=self.attempts.failures,
@@ -285,13 +270,12 @@ class Daemon:
             given_up=persisting.given_up,
             answered_ns=self.attempts.answered_ns,
             pid=os.getpid(),
-            **{name: value for fields, _ in said for name, value in fields.items()},
+            **said,
         )
         self._numbers = metrics.numbers_of(
             persisting, view, is_alive=alive, lag=lag, failures=self.attempts.failures, error=self.error
         )
-        for _, numbers in said:
-            self._numbers |= numbers
+        self._numbers |= numbers
         self._say(status)
 
     def _say(self, status: DaemonStatus) -> None:
@@ -357,16 +341,6 @@ class Daemon:
             remove_tree(gone.name, base)
         _log.info("job %s finished; shared memory released", self.directory.job)
         return True
-
-
-def _extensions(directory: JobDirectory, wake: Callable[[], None]) -> Iterator[tuple[str, PersisterExtension]]:
-    """Yield what installed packages have the persister do besides; one that cannot be loaded costs only itself."""
-    for entry in entry_points.every(entry_points.PERSISTER):
-        try:
-            if (kind := entry.load_if_installed()) is not None:
-                yield entry.name, kind(directory, wake)
-        except FlashckptError as error:
-            _log.error("%s", error)
 
 
 def main(arguments: list[str]) -> int:

@@ -9,7 +9,7 @@
 | `flashckpt.persister`| any           | `PersisterExtension`, made once in the persister of a job on a node   |
 | `flashckpt.hooks`    | any           | `TrainerHooks`, made once in each rank of the trainer                 |
 | `flashckpt.preload`  | any           | a module that the zygote imports, so that no worker has to            |
-| `flashckpt.extras`   | fixed         | the single places that only extras/ fills: see the callers of `optional` |
+| `flashckpt.extras`   | fixed         | the single places that only extras/ fills: callers of `entry_points.optional` |
 
 What flashckpt declares itself comes first and cannot be replaced. An entry point is looked up when it is asked for: a
 program that uses none reads no metadata of other packages. docs/plugins.md is the page for authors.
@@ -100,7 +100,7 @@ class PersisterExtension(Protocol):
     def turn(
         self, config: JobConfig, view: NodeInventory, record: Generation, committed: SnapshotId | None = None
     ) -> None:
-        """Do what can be done now; what it raises as FlashckptError or OSError is logged, and it is called again."""
+        """Do what can be done now; what it raises is logged, and it is called again."""
 
     def report(self, trouble: str) -> tuple[Mapping[str, Any], Mapping[str, float]]:
         """Return its fields of `flashckpt.shm.job_records.DaemonStatus`, and its numbers for the metrics.

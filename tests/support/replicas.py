@@ -104,7 +104,7 @@ def turn_all(daemons: Sequence[Daemon], condition: Callable[[], object], what: s
 
 
 def replication(daemon: Daemon) -> ReplicationService:
-    found = daemon.extensions["replicas"]
+    found = daemon.extensions.each["replicas"]
     assert isinstance(found, ReplicationService)
     return found
 
