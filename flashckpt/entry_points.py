@@ -115,7 +115,9 @@ def _own() -> Groups:
     """Return what flashckpt declares: of a checkout from pyproject.toml, which is never out of date."""
     project = _checkout(Path(__file__).absolute().parents[1] / "pyproject.toml")
     if project is None:
-        return dict(_installed()).get(OURS, {})
+        return next(
+            (groups for package, groups in _installed() if package == OURS), {}
+        )  # the first on the path, as imports
     return {
         group: {name: EntryPoint(name, target) for name, target in found.items()}
         for group, found in project.get("entry-points", {}).items()

@@ -99,6 +99,18 @@ def test_all_entry_points_of_ours_can_be_loaded() -> None:
             assert entry.load() is not None
 
 
+def test_of_two_installations_the_entry_points_of_the_first_on_the_path_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in ("1", "2"):
+        folder = tmp_path / number / f"flashckpt-{number}.dist-info"
+        folder.mkdir(parents=True)
+        (folder / "entry_points.txt").write_text(f"[flashckpt.stores]\nshelf = shelf:Store{number}\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "1"), str(tmp_path / "2"), *sys.path])
+    monkeypatch.setattr(entry_points, "_checkout", lambda _: None)
+    assert entry_points._own.__wrapped__()[entry_points.STORES]["shelf"].target == "shelf:Store1"
+
+
 def test_metadata_of_other_packages_is_not_read_for_what_is_ours(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
