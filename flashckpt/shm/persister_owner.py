@@ -143,7 +143,7 @@ class PersisterOwner:
             return
         what = f"process {pid} is stopped" if is_stopped else f"process {pid}, state {state or 'unknown'}"
         if kill_persister(pid, self._directory.path):
-            self._killed = f"said nothing for {silent_s:.0f} s ({what}) and was killed"
+            self._killed = f"reported nothing for {silent_s:.0f} s ({what}) and was killed"
             self._patience_s *= 1 if is_stopped else 2
         else:
             text = f"the persister of job {self._directory.job} has reported nothing for {silent_s:.0f} s, and cannot be replaced from here ({what}): end it"

@@ -82,6 +82,14 @@ def planned_as_counted(path: Path, world: int, found: dict[str, Any]) -> None:
         assert guess.gathered == row["estimate"]["gathered_bytes"]
 
 
+def alike(line: str, other: str) -> bool:
+    """Compare words exactly, decimal numbers to their last digit: a slot has a page more or less by the process."""
+    decimal = r"\d+\.\d+"
+    numbers = [[float(found) for found in re.findall(decimal, text)] for text in (line, other)]
+    words = [re.sub(decimal, "0.0", text).split() for text in (line, other)]
+    return words[0] == words[1] and numbers[0] == pytest.approx(numbers[1], abs=0.11)
+
+
 SHOWN = {"llama3-8b": "trainer.md", "llama3-405b": "trainer-dry-run.md"}
 """Pages that show the table of a configuration."""
 
@@ -102,9 +110,10 @@ def test_a_shipped_configuration_is_built_by_a_dry_run(path: Path, monkeypatch: 
     assert found["checkpoint"]["bytes"] == pytest.approx(12 * held, rel=1e-3)
     planned_as_counted(path, world, found)
     if path.stem in SHOWN:
-        page = (ROOT / "docs" / SHOWN[path.stem]).read_text().splitlines()
-        shown = [line for line in as_text(found).splitlines() if line and not line.startswith(("data:", "Per rank;"))]
-        assert set(shown) <= set(page), path.stem
+        page = (ROOT / "docs" / SHOWN[path.stem]).read_text()
+        for line in as_text(found).splitlines():
+            if line and not line.startswith(("data:", "Per rank;")):
+                assert any(alike(line, other) for other in page.splitlines()), line
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
