@@ -76,7 +76,7 @@ class Iterations:
     def __init__(self) -> None:
         self.latest: EpochWalk | None = None
         self.ended: EpochWalk | None = None
-        self._is_told = False
+        self._is_reported = False
         self._dropped = (-1, -1)
         self._known: list[tuple[weakref.ref[ElasticIterator], EpochWalk, LeadWatch]] = []
 
@@ -156,8 +156,8 @@ class Iterations:
         unit = max(sizes) if len(sizes) > 1 else min(count, drawing.batch * sampler.dp_size or count)
         if pace.grows(lead, taken=taken, unit=unit, by_hand=not drawing.is_loader):
             raise errors.too_few(taken, count, lead=lead)
-        if pace.leaves_out and not self._is_told:
-            self._is_told = True
+        if pace.leaves_out and not self._is_reported:
+            self._is_reported = True
             _log.warning(errors.LEFT_OUT, taken, count, taken - count)
 
     def _drawn(self) -> list[tuple[EpochWalk, LeadWatch]]:

@@ -25,6 +25,7 @@ from flashckpt.restore.reader import Reader
 from flashckpt.session import callbacks
 from flashckpt.session.opening import Opening
 from flashckpt.session.session import Session
+from flashckpt.session.untracked_optimizers import UntrackedOptimizers
 from flashckpt.shm.job_id import job_id, root_url
 from flashckpt.state.coverage import coverage
 from flashckpt.state.data_sources import PAGE, continuation_of
@@ -116,6 +117,7 @@ class Checkpointer:
         self._replicated_over: Any = None
         self._session: Session | None = None
         self._hooks: list[Any] = []
+        self._untracked: UntrackedOptimizers | None = None
 
     # -- what is tracked ---------------------------------------------------------------------------------
 
@@ -163,7 +165,6 @@ class Checkpointer:
                 self._say_how_it_continues(name, thing)
         for optimizer in self._tracked.all_optimizers()[len(self._hooks) :]:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_optimizer_step))
-
         if self._tracked.exclusion and self._tracked.modules:
             self._say_what_is_left_out()
 
@@ -235,6 +236,7 @@ class Checkpointer:
                 report: RestoreReport | None = self._warm_start_after(request, given=warm)
             else:
                 report = self._begin(request, warm=warm)
+        self._untracked = self._untracked or UntrackedOptimizers(self._tracked)
         if report is not None:
             notice(_logger, "%s", report, is_shown=self._tracked.world.rank == 0)
             self._call("on_restore", self.on_restore, report)
@@ -299,6 +301,8 @@ class Checkpointer:
             SharedMemoryError: The memory that was promised could not be reserved.
         """
         self._alive().step(step, samples, persist=persist)
+        if self._untracked is not None and self._untracked.others:
+            self._untracked.check()
 
     def fence(self) -> None:
         """Return when parameters and optimizer state may be changed. Tracked optimizers call it automatically."""
@@ -348,7 +352,7 @@ class Checkpointer:
 
         Called while an exception travels, or after `should_stop`, it keeps everything for the next start.
         """
-        for hook in self._hooks:
+        for hook in (*self._hooks, *filter(None, [self._untracked])):
             hook.remove()
         self._hooks.clear()
         session, self._session = self._session, None
