@@ -26,7 +26,7 @@ class UntrackedOptimizers:
     One that steps beside a tracked optimizer of the same parameters, or is inside of a tracked object, is their affair.
 
     Args:
-        tracked: What is tracked. It may grow.
+        tracked: What is tracked, all of it.
 
     Attributes:
         others: Those that took a step since the last `check()` and are not tracked.
@@ -34,8 +34,9 @@ class UntrackedOptimizers:
 
     def __init__(self, tracked: StateRegistry) -> None:
         self._tracked = tracked
-        self._active: list[Optimizer] = []
-        self.others: list[Optimizer] = []
+        self._mine = set(map(id, tracked.all_optimizers()))
+        self._active: dict[int, Optimizer] = {}
+        self.others: dict[int, Optimizer] = {}
         me = weakref.ref(self)
 
         def note(optimizer: Optimizer, *_: object) -> None:
@@ -47,20 +48,18 @@ class UntrackedOptimizers:
     def remove(self) -> None:
         """Look no longer."""
         self._hook.remove()
-        self._active, self.others = [], []
+        self._active, self.others = {}, {}
 
     def note(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has taken a step."""
-        is_mine = any(optimizer is one for one in self._tracked.all_optimizers())
-        noted = self._active if is_mine else self.others
-        if all(optimizer is not one for one in noted):
-            noted.append(optimizer)
+        noted = self._active if id(optimizer) in self._mine else self.others
+        noted[id(optimizer)] = optimizer
 
     def check(self) -> None:
         """Compare the optimizers that took a step since the last call with those that are tracked."""
-        active, others, self._active, self.others = self._active, self.others, [], []
-        for other in others:
-            if (name := self._changed_by(other, active)) is not None:
+        active, others, self._active, self.others = self._active, self.others, {}, {}
+        for other in others.values():
+            if (name := self._changed_by(other, active.values())) is not None:
                 guarded(_logger).warning(
                     "%s took a step with %r and is not tracked: its state and rate are in no snapshot, and a restart begins "
                     "without them. Track every optimizer that steps, and change a tracked one in place of making another",
@@ -70,7 +69,7 @@ class UntrackedOptimizers:
                 return self.remove()
         return None
 
-    def _changed_by(self, other: Optimizer, active: list[Optimizer]) -> str | None:
+    def _changed_by(self, other: Optimizer, active: Iterable[Optimizer]) -> str | None:
         """Return the name of a tracked parameter that only `other` changes; None: it is harmless."""
         named = {
             id(p): f"{label}.{name}"
