@@ -22,7 +22,7 @@ from flashckpt.checkpoint.writer import LATEST, MANIFEST, TOMBSTONE, commit, per
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.storage.factory import open_store
 
-SIZES = [10, 100, 1000, 10_000]
+SIZES = [10, 100, 1000, 3000]
 
 
 def commit_step(store: RequestStore, step: int) -> None:
