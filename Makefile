@@ -11,7 +11,7 @@ export OPENBLAS_NUM_THREADS ?= 1
 # The tests start hundreds of interpreters: each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: fuzz soak help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-trainer test-layouts test-nodes test-mounts test-nfs test-hdfs test-restarts docs changelog hooks test-pythons test-blocks test-frameworks test-hub test-wandb compatibility test-slurm test-torch-versions test-native-sanitized test-native-arm gpu gpu-wheels test-wheel test-programs
+.PHONY: fuzz soak help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-trainer test-layouts test-nodes test-mounts test-nfs test-hdfs test-restarts docs changelog hooks test-pythons test-blocks test-frameworks test-hub test-wandb compatibility test-slurm test-torch-versions test-native-sanitized test-native-arm gpu gpu-wheels test-wheel test-programs size
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -217,6 +217,10 @@ check: setup  ## ruff, mypy, codespell
 	$(BIN)/codespell
 	$(BIN)/validate-pyproject pyproject.toml >/dev/null
 	$(BIN)/python -m mkdocs build --strict 2>&1 | { ! grep -E "WARNING|ERROR|Aborted"; }
+
+COMMIT ?=
+size: setup  ## lines, modules, imports, calls and words of the product in one table, beside those of an older commit (COMMIT=43fae85)
+	$(BIN)/python tools/size.py $(COMMIT)
 
 clean:  ## remove .venv and everything that was generated
 	rm -rf $(VENV) .venv-clouds .venv-frameworks .venv-wandb .venv-versions .gpu-wheels .hadoop-jars build dist *.egg-info out

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from training_loop import Blocking, Case, Loop, WarmCopy
 
 from flashckpt import Checkpointer
-from flashckpt.checkpoint.writer import MANIFEST, prefix_of
+from flashckpt.checkpoint.root_records import MANIFEST, prefix_of
 from flashckpt.restore.destinations import Destinations, address_of
 from flashckpt.restore.executor import execute_table
 from flashckpt.restore.sources import MemorySource

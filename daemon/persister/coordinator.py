@@ -27,7 +27,8 @@ from flashckpt.checkpoint.intents import (
     read_intents,
 )
 from flashckpt.checkpoint.retention import Policy
-from flashckpt.checkpoint.writer import MANIFEST, PersistOptions, commit, prefix_of
+from flashckpt.checkpoint.root_records import MANIFEST, prefix_of
+from flashckpt.checkpoint.writer import PersistOptions, commit
 from flashckpt.core.intent import Intent, NodeMessage
 from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId

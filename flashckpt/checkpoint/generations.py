@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from flashckpt.checkpoint.root_records import explaining, open_record, parallel
-from flashckpt.checkpoint.writer import parse_prefix
+from flashckpt.checkpoint.root_records import explaining, open_record, parallel, parse_prefix
 from flashckpt.core.lineage import BEGINNING, Generation
 from flashckpt.core.records import is_sealed, pack, seal
 from flashckpt.errors import FencedError, ObjectMissingError, RootError

@@ -18,7 +18,8 @@ import torch
 from flashckpt.accelerator import host_buffer, runtime
 from flashckpt.core.shard import round_up
 from flashckpt.planning.pieces import Runs
-from flashckpt.restore.destinations import Bytes, Ints, address_of, copy_bytes, strided_blocks
+from flashckpt.restore.destinations import Bytes, Ints, copy_bytes, strided_blocks
+from flashckpt.shm.segment_file import address_of
 
 BLOCK_BYTES = 8 << 20
 """Of one block: what one thread fetches at a time."""

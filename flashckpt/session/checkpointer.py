@@ -16,13 +16,12 @@ from typing_extensions import Self
 from flashckpt import collectives
 from flashckpt.core.settings import Settings, tracking_settings
 from flashckpt.environment import env
-from flashckpt.errors import ConfigError, FlashckptError, PersistError
+from flashckpt.errors import ConfigError
 from flashckpt.logs import guarded, notice, show_own_errors_plainly
 from flashckpt.report import RestoreReport
 from flashckpt.restore.coordinator import RestoreCoordinator, RestoreRequest
 from flashckpt.restore.executor import collector_paused
 from flashckpt.restore.reader import Reader
-from flashckpt.session import callbacks
 from flashckpt.session.opening import Opening
 from flashckpt.session.session import Session
 from flashckpt.session.untracked_optimizers import UntrackedOptimizers
@@ -162,7 +161,8 @@ class Checkpointer:
         for name, thing in things.items():
             if thing is not None:
                 self._tracked.add(name, thing, fenced=name in fenced)
-                self._say_how_it_continues(name, thing)
+                if name in self._tracked.objects:
+                    self._say_how_it_continues(name, thing)
         for optimizer in self._tracked.all_optimizers()[len(self._hooks) :]:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_optimizer_step))
         if self._tracked.exclusion and self._tracked.modules:
@@ -239,11 +239,9 @@ class Checkpointer:
         self._untracked = self._untracked or UntrackedOptimizers(self._tracked)
         if report is not None:
             notice(_logger, "%s", report, is_shown=self._tracked.world.rank == 0)
-            self._call("on_restore", self.on_restore, report)
+            if self.on_restore is not None:
+                self._alive().call("on_restore", self.on_restore, report, may_exit=True)
         return report
-
-    def _call(self, name: str, function: Callable[..., object] | None, *arguments: Any) -> None:
-        callbacks.call(name, function, *arguments, count=self._alive().callback_failed, may_exit=True)
 
     @collector_paused()
     def _warm_start_after(self, request: RestoreRequest, *, given: bool) -> RestoreReport:
@@ -375,8 +373,6 @@ class Checkpointer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- reading only ------------------------------------------------------------------------------------
-
     @classmethod
     def readonly(cls, root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Reader:
         """Return an object with `track()` and `restore()` that reads a root without job, daemon or memory tier."""
@@ -406,6 +402,3 @@ def _refuse_beside_fresh(*wanted: object) -> None:
             found="fresh=True with step, generation, root or only",
             remedy="for a warm start from another root: restore(fresh=True) or restore(root=...)",
         )
-
-
-__all__ = ["Checkpointer", "FlashckptError", "PersistError"]

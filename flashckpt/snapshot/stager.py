@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -134,9 +135,18 @@ class Stager:
         self._on_complete, self._on_failure = on_complete, on_failure
         self._queue: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._lanes, self._crowding, self._finite = DeviceCopier(), Crowding(), FiniteWatch()
+        self._crowding = Crowding()
         self._prepared: Snapshot | None = None
         self.current: Snapshot | None = None
+
+    @cached_property
+    def _lanes(self) -> DeviceCopier:
+        """The side streams, where some tensor lies on a device."""
+        return DeviceCopier()
+
+    @cached_property
+    def _finite(self) -> FiniteWatch:
+        return FiniteWatch()
 
     def ready(self) -> None:
         """Start the thread, and find out where version counters lie, so that the first snapshot need not."""

@@ -27,7 +27,8 @@ from flashckpt.bench.store_log import listening
 from flashckpt.bench.store_results import StoreMeasurement, results
 from flashckpt.bench.timed_store import timed
 from flashckpt.checkpoint.catalog import read_manifest
-from flashckpt.checkpoint.writer import PersistOptions, commit, persist_slot, prefix_of
+from flashckpt.checkpoint.root_records import prefix_of
+from flashckpt.checkpoint.writer import PersistOptions, commit, persist_slot
 from flashckpt.errors import DamagedError, FlashckptError
 from flashckpt.restore.executor import Target, execute_reads
 from flashckpt.restore.sources import StorageSource

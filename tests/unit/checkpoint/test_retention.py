@@ -22,7 +22,6 @@ from flashckpt.checkpoint.catalog import (
     read_contents,
     read_manifest,
 )
-from flashckpt.checkpoint.catalog_entries import CATALOG
 from flashckpt.checkpoint.generations import claim_generation, newest_generation, owns_generation, read_generations
 from flashckpt.checkpoint.intents import abandon_intent, abandoned_reason, close_intent, list_intents, put_intent
 from flashckpt.checkpoint.retention import (
@@ -39,8 +38,9 @@ from flashckpt.checkpoint.retention import (
     reading,
     unkeep,
 )
+from flashckpt.checkpoint.root_records import CATALOG, MANIFEST, prefix_of
 from flashckpt.checkpoint.sweeping import sweep
-from flashckpt.checkpoint.writer import MANIFEST, commit, persist_slot, prefix_of
+from flashckpt.checkpoint.writer import commit, persist_slot
 from flashckpt.core.intent import Intent
 from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest_header import HEAD_BYTES

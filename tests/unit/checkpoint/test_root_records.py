@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from support.slots import make_pin, shard
 
-from flashckpt.checkpoint.catalog import list_checkpoints, newest_checkpoint
+from flashckpt.checkpoint.catalog import list_checkpoints, newest_checkpoint, read_root
 from flashckpt.checkpoint.generations import claim_generation, read_generations
 from flashckpt.checkpoint.intents import list_intents, put_intent
 from flashckpt.checkpoint.retention import ReadLease, leased_prefixes
-from flashckpt.checkpoint.root_summary import read_root
-from flashckpt.checkpoint.writer import commit, persist_slot, prefix_of
+from flashckpt.checkpoint.root_records import prefix_of
+from flashckpt.checkpoint.writer import commit, persist_slot
 from flashckpt.core.intent import Intent
 from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId

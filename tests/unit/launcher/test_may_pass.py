@@ -15,7 +15,7 @@ from support.agents import pretend_agent
 from torch.distributed import DistNetworkError, DistStoreError
 
 from flashckpt import Checkpointer, errors
-from flashckpt.checkpoint import root_summary
+from flashckpt.checkpoint import catalog
 from flashckpt.daemon.launcher.budget import LONGEST_PAUSE_S, Budget
 from flashckpt.daemon.launcher.failure import FailureReport, WorkerExit
 from flashckpt.daemon.launcher.options import LaunchOutcome
@@ -238,7 +238,7 @@ def test_a_root_that_stays_away_ends_with_the_code_that_is_tried_again(
     with pytest.raises(StoreError) as caught:
         begin(tmp_path / "root", "stays-away")
     assert caught.value.settle() == StoreError.exit_code
-    assert root_summary.read_root(str(tmp_path / "root"), {}).may_pass
+    assert catalog.read_root(str(tmp_path / "root"), {}).may_pass
 
 
 def ended_with(code: int, error: BaseException | None = None) -> FailureReport:

@@ -15,7 +15,8 @@ from flashckpt.checkpoint import indexes, intents, root_records
 from flashckpt.checkpoint.indexes import put_indexes
 from flashckpt.checkpoint.intents import Proposals, read_intents
 from flashckpt.checkpoint.retention import Policy, prune
-from flashckpt.checkpoint.writer import commit, prefix_of, write_packs
+from flashckpt.checkpoint.root_records import prefix_of
+from flashckpt.checkpoint.writer import commit, write_packs
 from flashckpt.core.intent import NodeProposal
 from flashckpt.daemon.persister import messaging
 from flashckpt.plan import coordination as model
