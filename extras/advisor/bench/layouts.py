@@ -126,7 +126,6 @@ class Published:
 
     layout: str
     stated: str
-    stated_bytes: int
     why: str
 
 
@@ -134,25 +133,21 @@ PUBLISHED = (
     Published(
         layout="llama3-8b",
         stated="105 GB",
-        stated_bytes=105 * 10**9,
         why="the stated figure is our bytes in GiB: 8.03e9 parameters x 14 bytes",
     ),
     Published(
         layout="llama3-70b",
         stated="912 GB",
-        stated_bytes=912 * 10**9,
         why="GiB as well, and keys and values half as wide there (128 heads instead of 64): 69.88e9 x 14 = 911 GiB",
     ),
     Published(
         layout="llama3-405b",
         stated="5.29 TB",
-        stated_bytes=5290 * 10**9,
         why="thousands of GiB: 405.85e9 x 14 = 5,292 GiB",
     ),
     Published(
         layout="llama-1t",
         stated="18 TB",
-        stated_bytes=18 * 10**12,
         why="an earlier form of that model had as many heads of keys and values as of queries: 1.326e12 x 14 = 18.6 TB",
     ),
 )
