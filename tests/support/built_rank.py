@@ -1,11 +1,18 @@
-"""One rank that does not exist: built as every rank is, on a process group without others and the meta device, and counted."""
+"""One rank that does not exist: built as every rank is, on a process group without others and the meta device, and counted.
+
+What `plan` and the dry run compute is compared with it.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -41,7 +48,6 @@ class RankHoldings:
         parameters, gradients, optimizer: On the device.
         slot_data: Of one snapshot: parameters, optimizer state, and what aligns them.
         slot: Of one snapshot in memory, with its header and its manifest; that depends a little on random states.
-        snapshots: Of the memory that all slots take; 0 without a checkpoint root.
         shared: Of one checkpoint: tensors that ranks of this pipeline rank hold together, each counted once.
         own: Of one checkpoint: tensors of this rank alone.
         block, rest, whole: Elements that FSDP gathers: of the largest block, outside of blocks, and of all of them.
@@ -52,7 +58,6 @@ class RankHoldings:
     optimizer: int
     slot_data: int
     slot: int
-    snapshots: int
     shared: int
     own: int
     block: int
@@ -70,8 +75,28 @@ def fake_rank(rank: int, world: int) -> Iterator[torch.device]:
         dist.destroy_process_group()
 
 
-def held_by(config: RunConfig, layout: Layout, rank: int) -> RankHoldings:
-    """Build one rank of a run and return what it holds; the process must be in no process group, and build no other rank."""
+def built_rank(config: RunConfig, layout: Layout, rank: int) -> RankHoldings:
+    """Return what a rank of a run holds, built by a forked process: torch keeps plans by mesh, wrong for another rank."""
+    reader, writer = os.pipe()
+    sys.stdout.flush(), sys.stderr.flush()
+    if (pid := os.fork()) == 0:
+        try:
+            with os.fdopen(writer, "w") as pipe:
+                json.dump(asdict(_held_by(config, layout, rank)), pipe)
+        except BaseException:  # noqa: BLE001 -- nothing may return into a copy of the test
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        raw = pipe.read()
+    os.waitpid(pid, 0)
+    assert raw, f"rank {rank} could not be built; its process has said why"
+    return RankHoldings(**json.loads(raw))
+
+
+def _held_by(config: RunConfig, layout: Layout, rank: int) -> RankHoldings:
+    """The process must be in no process group, and build no other rank."""
     # holds the same without, the compiler loads for seconds, and torchao need not be there
     config = replace(config, train=replace(config.train, compile=False, float8="off"))
     with fake_rank(rank, layout.world) as device:
@@ -103,7 +128,6 @@ def held_by(config: RunConfig, layout: Layout, rank: int) -> RankHoldings:
             optimizer=sum(_on_rank(whole, f"{label}.") for label in _beside_weights(layout)),
             slot_data=spec.data_capacity,
             slot=spec.slot_bytes,
-            snapshots=spec.nbytes if config.checkpoint.root else 0,
             shared=_in_checkpoint(whole, own=False, groups=layout.groups),
             own=_in_checkpoint(whole, own=True),
             **_gathered(parallel),
