@@ -76,8 +76,8 @@ def next_candidate(
     """Return how to continue and what to pin now (None: wait).
 
     A target that this node learns of before reaching it is safe: the first persist step from there is
-    the same one on every node. If it has already overwritten the target, it answers with what it holds
-    instead, and from the second miss with a target in the future, twice as far each time (a doubling
+    the same one on every node. If it has already overwritten the target, or had no slot for it while it
+    held another candidate, it answers with what it holds instead, and from the second miss with a target in the future, twice as far each time (a doubling
     search), until all nodes learn of it in time.
 
     Args:
@@ -104,7 +104,16 @@ def next_candidate(
     if search.target <= floor:
         best = max(usable, default=None)
         return replace(search, target=best or search.target), best
-    return search, next((identity for identity in usable if identity >= search.target), None)
+    found = next((identity for identity in usable if identity >= search.target), None)
+    if found is not None and found != search.target and any(one.pinned == search.target for one in others):
+        # the others hold what this node skipped for want of a slot: at first they may reach what it has instead
+        ahead = SnapshotId(found.generation, found.step + spacing * 2 ** min(search.misses, 16))
+        is_first = not search.misses
+        search, found = (
+            Search(target=found if is_first else ahead, misses=search.misses + 1),
+            found if is_first else None,
+        )
+    return search, found
 
 
 def spacing(flagged: Sequence[SnapshotId]) -> int:
