@@ -88,14 +88,13 @@ def inspect(
         plan = plan_layout(root, manifest, wanted)
         show({"prefix": info.prefix, "plan": plan}, as_json=as_json, table=lambda: plan_table(plan))
         return
-    document = describe(manifest) | {"prefix": info.prefix, "created_s": info.created_s, "root": store.url}
     records = read_history(store)
-    document["history"] = summary(records)
-    remembered = {"remembered": in_short(records)}
+    about = {"prefix": info.prefix, "created_s": info.created_s, "root": store.url, "history": summary(records)}
+    full = describe(manifest) | about
     show(
-        document,
+        full,
         as_json=as_json,
-        table=lambda: _page(document | remembered, manifest, listed=listed, everything=everything),
+        table=lambda: _page(full | {"remembered": in_short(records)}, manifest, listed=listed, everything=everything),
     )
 
 

@@ -111,7 +111,9 @@ def test_inspect_shows_tensors_layout_and_values(job: FakeJob, capsys: Captured)
 
 
 def test_inspect_shows_a_summary_that_folds_equal_layers(capsys: Captured, tmp_path: Path) -> None:
-    shapes = {f"model.layers.{layer}.w": (4, 5) for layer in range(40)} | {f"model.h{at}.b": (2,) for at in range(20)}
+    shapes: dict[str, tuple[int, ...]] = {f"model.layers.{layer}.w": (4, 5) for layer in range(40)} | {
+        f"model.h{at}.b": (2,) for at in range(20)
+    }
     with two_checkpoints(tmp_path / "root", shapes) as root:
         _, out, _ = run("inspect", root, capsys=capsys)
     lines = out.splitlines()
