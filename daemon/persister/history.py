@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flashckpt import __version__
 from flashckpt.checkpoint.generations import newest_claim, owns_generation
@@ -27,11 +27,14 @@ from flashckpt.checkpoint.history import (
     read_session,
     write_session,
 )
+from flashckpt.checkpoint.series import Points, added, read_series, write_series
 from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, FlashckptError
+from flashckpt.shm import logged_values
 from flashckpt.shm.control import ControlRow, ControlView
 from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory
+from flashckpt.shm.logged_values import Taken
 from flashckpt.storage.store import Store
 
 EVERY_S = 60.0
@@ -41,6 +44,12 @@ _MOST_LEDGER = 64 << 10
 _MOST_DUE = 32
 """Records that wait for a root that fails."""
 _log = logging.getLogger("flashckpt.daemon")
+
+
+class _Due(NamedTuple):
+    config: JobConfig
+    record: SessionRecord
+    logged: Taken
 
 
 class SessionHistory:
@@ -58,10 +67,12 @@ class SessionHistory:
         self._written_s = float("-inf")
         self._said: tuple[Any, ...] = ()
         self._lock = threading.Lock()
-        self._due: dict[str, tuple[JobConfig, SessionRecord]] = {}
+        self._due: dict[str, _Due] = {}
         self._thread: threading.Thread | None = None
         self._resumed: set[str] = set()
         self._problem = ""
+        self._curves: dict[str, Points] = {}
+        self._keys: dict[int, str] = {}
         self._ledger: tuple[int, dict[str, Any]] = (-1, {})
 
     def turn(
@@ -94,6 +105,7 @@ class SessionHistory:
                 self._put(config, replace(before, end=STOPPED))
             before = _begun(config, record, now_s)
             self._ledger = self._ledger[0], {}
+        self._keys[record.number] = before.key
         end = "" if alive else ENDED if is_last else STOPPED
         step = max([before.step, *(row.step for row in rows)])
         self._record = replace(
@@ -148,8 +160,9 @@ class SessionHistory:
         return found
 
     def _put(self, config: JobConfig, record: SessionRecord) -> None:
+        logged = logged_values.take(self._directory.path)  # here: after its last turn the directory goes
         with self._lock:
-            self._due[record.key] = config, record
+            self._due[record.key] = _Due(config, record, logged)
             if self._thread is None:
                 thread = threading.Thread(target=self._work, name="flashckpt-history", daemon=True)
                 try:
@@ -158,34 +171,34 @@ class SessionHistory:
                     return
                 self._thread = thread
 
-    def _next(self) -> tuple[JobConfig, SessionRecord] | None:
+    def _next(self) -> _Due | None:
         with self._lock:
             if self._due:
                 return self._due.pop(next(iter(self._due)))
             self._thread = None
             return None
 
-    def _put_off(self, config: JobConfig, record: SessionRecord) -> None:
+    def _put_off(self, task: _Due) -> None:
         """Keep a record for the next write, unless there is a newer one."""
         with self._lock:
             if len(self._due) < _MOST_DUE:
-                self._due.setdefault(record.key, (config, record))
+                self._due.setdefault(task.record.key, task)
             self._thread = None
 
     def _work(self) -> None:
         while (task := self._next()) is not None:
             try:
-                self._write(*task)
+                self._write(task.config, task.record, task.logged)
                 self._problem = ""
             except Exception as error:  # noqa: BLE001 -- a history must not keep anything from being persisted
                 problem = str(error) if isinstance(error, (FlashckptError, OSError)) else repr(error)
                 if problem != self._problem:
                     _log.warning("the history of the job cannot be written: %s", problem)
                 self._problem = problem
-                self._put_off(*task)
+                self._put_off(task)
                 return
 
-    def _write(self, config: JobConfig, record: SessionRecord) -> None:
+    def _write(self, config: JobConfig, record: SessionRecord, logged: Taken) -> None:
         """Write a record; nothing to a root where no generation is claimed (another one is mounted there), or a newer run has begun."""
         store = self._connect(config)
         try:
@@ -197,8 +210,21 @@ class SessionHistory:
                 if (before := read_session(store, record.key)) is not None:
                     record = self._continued(record, before)
             write_session(store, record)
+            self._ship_values(store, logged)
         finally:
             store.close()
+
+    def _ship_values(self, store: Store, logged: Taken) -> None:
+        """Add what ranks have logged to the curves of their session on the root."""
+        for number in sorted({one.generation for one in logged.values} & self._keys.keys()):
+            key = self._keys[number]
+            points = self._curves.get(key) or read_series(store, key)  # a persister before us may have begun them
+            points = added(
+                points, ((one.name, one.step, one.value) for one in logged.values if one.generation == number)
+            )
+            write_series(store, key, points)
+            self._curves = {key: points}
+        logged_values.forget(logged)
 
     def _may_write(self, store: Store, record: Generation) -> bool:
         """Whether the root is the job's: a generation is claimed there, none by a newer run, and not this one by another."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashckpt.checkpoint.root_records import parallel
+from flashckpt.checkpoint.series import SUFFIX
 from flashckpt.core.records import pack, seal, unpack, unseal
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, FormatVersionError, ObjectMissingError
@@ -99,7 +100,8 @@ def read_history(store: Store, *, most: int = MOST_SESSIONS) -> list[SessionReco
 
 def forget_oldest(store: Store) -> None:
     """Delete the records beyond MOST_SESSIONS."""
-    store.delete_many(_keys(store)[:-MOST_SESSIONS])
+    oldest = _keys(store)[:-MOST_SESSIONS]
+    store.delete_many([one for key in oldest for one in (key, key + SUFFIX)])
 
 
 def _keys(store: Store) -> list[str]:

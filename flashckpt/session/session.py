@@ -13,7 +13,7 @@ from typing import Any
 
 from flashckpt.core.settings import next_step
 from flashckpt.core.snapshot_id import SnapshotId, SnapshotRequest
-from flashckpt.errors import DamagedError, FormatVersionError, UnsupportedStateError
+from flashckpt.errors import ConfigError, DamagedError, FormatVersionError, UnsupportedStateError
 from flashckpt.logs import guarded
 from flashckpt.session import callbacks
 from flashckpt.session.durability import Waiting, Wanted, persisting_fails
@@ -23,6 +23,7 @@ from flashckpt.session.stop_signals import DeferredSignals
 from flashckpt.shm.agent_folder import agent_folder
 from flashckpt.shm.control import CLOSED
 from flashckpt.shm.job_directory import NO_STATUS, DaemonStatus
+from flashckpt.shm.logged_values import MOST_NAME, LoggedValue, append
 from flashckpt.shm.persister_owner import REPEAT_S
 from flashckpt.snapshot.copy_plan import CopyPlan, CurrentPlan
 from flashckpt.snapshot.stager import Snapshot, Stager, StaleWatch
@@ -298,6 +299,17 @@ class Session:
         """As `Checkpointer.should_stop`."""
         after = self._control.stop_after
         return after >= 0 and self._row.step >= after
+
+    def log(self, name: object, value: Any, step: int | None) -> None:
+        """As `Checkpointer.log`."""
+        number = self._row.step if step is None else step
+        if not isinstance(name, str) or not 0 < len(name) <= MOST_NAME:
+            raise ConfigError("a name of log() cannot be used", found=repr(name)[:MOST_NAME], expected="a short str")
+        try:
+            logged = LoggedValue(self.outcome.record.number, int(number), name, float(value))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"log({name!r}) takes a number", found=repr(value)[:MOST_NAME]) from error
+        self.stats["log_dropped"] += not append(self.directory.path, logged)
 
     def heartbeat(self) -> None:
         """As `Checkpointer.heartbeat`."""
