@@ -24,12 +24,15 @@ from flashckpt.checkpoint.history import (
     SessionRecord,
     clipped,
     forget_oldest,
+    read_history,
     read_session,
+    summary,
     write_session,
 )
 from flashckpt.checkpoint.series import Points, added, read_series, write_series
 from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.daemon.persister.metrics import class_of
 from flashckpt.errors import DamagedError, FlashckptError
 from flashckpt.shm import logged_values
 from flashckpt.shm.control import ControlRow, ControlView
@@ -41,6 +44,8 @@ EVERY_S = 60.0
 """Seconds between two writes where nothing else is to be said; a session that is killed with its node is known up to then."""
 CLOSE_S = 10.0
 _MOST_LEDGER = 64 << 10
+_MOST_BEFORE = 200
+"""Sessions before this one that the metrics count."""
 _MOST_DUE = 32
 """Records that wait for a root that fails."""
 _log = logging.getLogger("flashckpt.daemon")
@@ -73,6 +78,8 @@ class SessionHistory:
         self._problem = ""
         self._curves: dict[str, Points] = {}
         self._keys: dict[int, str] = {}
+        self._before: list[SessionRecord] = []
+        self._stall = 0.0, 0.0
         self._ledger: tuple[int, dict[str, Any]] = (-1, {})
 
     def turn(
@@ -106,6 +113,7 @@ class SessionHistory:
             before = _begun(config, record, now_s)
             self._ledger = self._ledger[0], {}
         self._keys[record.number] = before.key
+        self._stall = max(((row.stall_ns / 1e9, float(row.snapshots)) for row in rows), default=(0.0, 0.0))
         end = "" if alive else ENDED if is_last else STOPPED
         step = max([before.step, *(row.step for row in rows)])
         self._record = replace(
@@ -124,6 +132,26 @@ class SessionHistory:
         if said != self._said or (alive and now_s - self._written_s >= EVERY_S):
             self._said, self._written_s = said, now_s
             self._put(config, self._record)
+
+    def numbers(self) -> dict[str, float]:
+        """Return what the job has cost so far, by the names of `metrics.GAUGES` and `metrics.COUNTERS`; {} on other nodes."""
+        record = self._record
+        if record is None:
+            return {}
+        found = summary([*self._before, record])
+        numbers: dict[str, float] = {
+            "build_info": 1,
+            "lost_steps": found["steps_lost"],
+            "down_seconds": found["down_s"],
+            "first_step_seconds": record.first_step_s,
+            "restore_seconds": record.restore_s,
+            **({} if found["goodput"] is None else {"goodput_ratio": found["goodput"]}),
+            **dict(zip(("stall_seconds", "snapshots"), self._stall, strict=True)),
+        }
+        for cause, count in found["restarts_by_cause"].items():
+            name = f"restarts_{class_of(cause)}"
+            numbers[name] = numbers.get(name, 0) + count
+        return numbers
 
     def close(self, limit_s: float = CLOSE_S) -> None:
         """Wait for what is being written; what hangs is lost."""
@@ -207,6 +235,7 @@ class SessionHistory:
             if record.key not in self._resumed:  # a persister before us may have begun it
                 self._resumed.add(record.key)
                 forget_oldest(store)
+                self._before = [one for one in read_history(store, most=_MOST_BEFORE) if one.key != record.key]
                 if (before := read_session(store, record.key)) is not None:
                     record = self._continued(record, before)
             write_session(store, record)

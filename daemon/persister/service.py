@@ -281,7 +281,7 @@ class Daemon:
         self._numbers = metrics.numbers_of(
             persisting, view, is_alive=alive, lag=lag, failures=self.attempts.failures, error=self.error
         )
-        self._numbers |= numbers
+        self._numbers |= numbers | self.history.numbers()
         self._say(status)
 
     def _say(self, status: DaemonStatus) -> None:

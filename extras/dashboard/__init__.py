@@ -1,4 +1,5 @@
-"""`flashckpt dashboard`: one page of a running or finished job, from its root and this machine's memory. Torch-free.
+"""`flashckpt dashboard`: one page of a job. Torch-free.
 
-It owns no truth: everything on it is read from records that other commands read too. Standard library only.
+In: the root, and this machine's memory of the job. Out: a page, live over HTTP or as one file. It owns no truth: everything
+on it is read from records that other commands read too. Standard library only.
 """

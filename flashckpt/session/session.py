@@ -144,6 +144,7 @@ class Session:
             self._await_slot(step) if is_wanted else self._skip(step)
         self._watch_commits()
         self.stats["call_s"] += time.perf_counter() - began
+        row.stall_ns = int((self.stats["call_s"] + self.stats["fence_s"]) * 1e9)
 
     def _unrecoverable(self) -> Collection[SnapshotId]:
         """Ids that some rank missed."""
@@ -187,6 +188,7 @@ class Session:
             self._wanted.begun(request.id)
         self._stager.prepare(plan, writer, captured, request, optimizer_steps=self._optimizer_steps)
         self._skips.taken(step)
+        self._row.snapshots += 1
         self._has_taken = True
         return True
 
