@@ -18,6 +18,7 @@ from flashckpt.shm import logged_values
 from flashckpt.shm.control import CLOSED, ControlView
 from flashckpt.shm.job_directory import JobDirectory, jobs_in_memory
 from flashckpt.shm.job_id import root_url
+from flashckpt.storage.factory import open_store
 from flashckpt.storage.store import Store
 
 MOST_CHECKPOINTS = 200
@@ -37,13 +38,13 @@ class Source:
     """
 
     def __init__(self, name: str, options: tuple[str, ...] = ()) -> None:
-        self._options = options
         jobs = {one.job: one for one in jobs_in_memory()[0]}
-        if name in jobs and (config := jobs[name].read_config()) is not None:
-            name = config.root
-            self._options = options or tuple(f"{key}={value}" for key, value in config.storage_options.items())
-        self.root = name
-        self._store: Store = open_root(name, self._options)
+        config = jobs[name].read_config() if name in jobs else None
+        self.root = name if config is None else config.root
+        if config is None or options:
+            self._store: Store = open_root(self.root, options)
+        else:
+            self._store = open_store(config.root, **config.storage_options)
         self._finished: dict[str, Points] = {}
 
     def document(self) -> dict[str, Any]:

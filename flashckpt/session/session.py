@@ -308,7 +308,8 @@ class Session:
         if not isinstance(name, str) or not 0 < len(name) <= MOST_NAME:
             raise ConfigError("a name of log() cannot be used", found=repr(name)[:MOST_NAME], expected="a short str")
         try:
-            logged = LoggedValue(self.outcome.record.number, int(number), name, float(value))
+            plain = value.detach() if hasattr(value, "detach") else value  # a loss requires a gradient, as torch warns
+            logged = LoggedValue(self.outcome.record.number, int(number), name, float(plain))
         except (TypeError, ValueError) as error:
             raise ConfigError(f"log({name!r}) takes a number", found=repr(value)[:MOST_NAME]) from error
         self.stats["log_dropped"] += not append(self.directory.path, logged)

@@ -25,7 +25,7 @@ def test_what_is_no_named_number_is_not_logged(tmp_path: Path, name: Any, value:
 def test_numbers_are_logged_under_the_step_that_is_done(tmp_path: Path) -> None:
     ckpt = opened(tmp_path / "root", state=Holder(x=1))
     ckpt.step(7)
-    ckpt.log("loss", torch.tensor(0.5))
+    ckpt.log("loss", torch.tensor(0.5, requires_grad=True))
     ckpt.log("held out", 2, step=5)
     found = waiting(ckpt._alive().directory.path)
     assert [one[1:] for one in found] == [(7, "loss", 0.5), (5, "held out", 2.0)]
