@@ -37,7 +37,7 @@ from flashckpt.errors import DamagedError, FlashckptError
 from flashckpt.shm import logged_values
 from flashckpt.shm.control import ControlRow, ControlView
 from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory
-from flashckpt.shm.logged_values import Taken
+from flashckpt.shm.logged_values import TakenValues
 from flashckpt.storage.store import Store
 
 EVERY_S = 60.0
@@ -54,7 +54,7 @@ _log = logging.getLogger("flashckpt.daemon")
 class _Due(NamedTuple):
     config: JobConfig
     record: SessionRecord
-    logged: Taken
+    logged: TakenValues
 
 
 class SessionHistory:
@@ -226,7 +226,7 @@ class SessionHistory:
                 self._put_off(task)
                 return
 
-    def _write(self, config: JobConfig, record: SessionRecord, logged: Taken) -> None:
+    def _write(self, config: JobConfig, record: SessionRecord, logged: TakenValues) -> None:
         """Write a record; nothing to a root where no generation is claimed (another one is mounted there), or a newer run has begun."""
         store = self._connect(config)
         try:
@@ -243,7 +243,7 @@ class SessionHistory:
         finally:
             store.close()
 
-    def _ship_values(self, store: Store, logged: Taken) -> None:
+    def _ship_values(self, store: Store, logged: TakenValues) -> None:
         """Add what ranks have logged to the curves of their session on the root."""
         for number in sorted({one.generation for one in logged.values} & self._keys.keys()):
             key = self._keys[number]

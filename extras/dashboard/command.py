@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from flashckpt.cli.common import Command, json_option
-from flashckpt.dashboard.gather import Source
+from flashckpt.dashboard.gather import PageSource
 from flashckpt.dashboard.page import render
 from flashckpt.dashboard.server import Dashboard
 from flashckpt.errors import ConfigError
@@ -34,7 +34,7 @@ def dashboard(
       flashckpt dashboard s3://bucket/run7
       flashckpt dashboard /checkpoints/run7 --export run7.html
     """
-    found = Source(source, options)
+    found = PageSource(source, options)
     if as_json:
         click.echo(to_json(found.document()))
         return

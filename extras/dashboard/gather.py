@@ -26,7 +26,7 @@ MOST_SESSIONS = 50
 """Newest sessions that are shown, and whose curves are read."""
 
 
-class Source:
+class PageSource:
     """A job, found by its root or by its id.
 
     Args:
@@ -48,7 +48,7 @@ class Source:
         self._finished: dict[str, Points] = {}
 
     def document(self) -> dict[str, Any]:
-        """Return everything that is known now; what the root refuses is said under `error`, and the rest is there."""
+        """Return everything that is known now; what the root refuses is reported under `error`, and the rest is there."""
         found: dict[str, Any] = {"root": self._store.url, "now_s": time.time(), "error": ""}
         directory = self._directory()
         found["job"] = describe(directory) if directory is not None else None

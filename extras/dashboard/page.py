@@ -22,7 +22,7 @@ def render(document: dict[str, Any], *, events: str = "") -> str:
     """Return the page of a document.
 
     Args:
-        document: Of `Source.document`.
+        document: Of `PageSource.document`.
         events: Where it gets newer documents from; "" for a page that stays as it is.
     """
     data = to_json(document | {"events": events}).replace("<", "\\u003c")  # no text of others ends the element

@@ -1,4 +1,4 @@
-"""The page over HTTP: on the loopback address and with a token, unless told otherwise; live by server-sent events."""
+"""The page over HTTP: on the loopback address and with a token, unless `--host` names another address; live by server-sent events."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ LEAST_FILES = 1024
 _TMPFS = ("tmpfs", "ramfs")
 
 
-class Finding(NamedTuple):
+class DoctorCheck(NamedTuple):
     """One thing that was looked at: OK, WARNING or FAILED, what was found, and what to do."""
 
     check: str
@@ -72,92 +72,100 @@ def doctor(root: str | None, options: tuple[str, ...], state_bytes: int | None, 
     return code
 
 
-def memory(need: int | None) -> Iterator[Finding]:
+def memory(need: int | None) -> Iterator[DoctorCheck]:
     """Look at the file system of the snapshots, and at the room on it."""
     path = Path(env.FLASHCKPT_SHM_DIR)
     if not path.is_dir():
-        yield Finding("shared memory", FAILED, f"{path} is no folder", "mount a tmpfs there, or set FLASHCKPT_SHM_DIR")
+        yield DoctorCheck(
+            "shared memory", FAILED, f"{path} is no folder", "mount a tmpfs there, or set FLASHCKPT_SHM_DIR"
+        )
         return
     kind = _file_system(path)
     if kind not in _TMPFS:
         remedy = "snapshots there are as slow as that disk: unset FLASHCKPT_SHM_DIR, or mount a tmpfs"
-        yield Finding("shared memory", WARNING, f"{path} is {kind or 'no tmpfs'}", remedy)
+        yield DoctorCheck("shared memory", WARNING, f"{path} is {kind or 'no tmpfs'}", remedy)
     room = capacities(path)[0]
     text = f"{human_bytes(room.nbytes)} free ({room.limit})"
     if need is not None and need > room.nbytes:
         remedy = f"docker: --shm-size; Kubernetes: a memory emptyDir on {path}; or fewer slots (docs/memory.md)"
-        yield Finding("shared memory", FAILED, f"{text}, {human_bytes(need)} needed", remedy)
+        yield DoctorCheck("shared memory", FAILED, f"{text}, {human_bytes(need)} needed", remedy)
     else:
-        yield Finding("shared memory", OK, text + ("" if need is None else f", {human_bytes(need)} needed"))
+        yield DoctorCheck("shared memory", OK, text + ("" if need is None else f", {human_bytes(need)} needed"))
 
 
-def limits() -> Iterator[Finding]:
+def limits() -> Iterator[DoctorCheck]:
     """Look at the limits of this process, which a job that is started here inherits."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     is_low = 0 <= files < LEAST_FILES
-    yield Finding("open files", WARNING if is_low else OK, f"ulimit -n: {files}", "ulimit -n 65536" if is_low else "")
+    yield DoctorCheck(
+        "open files", WARNING if is_low else OK, f"ulimit -n: {files}", "ulimit -n 65536" if is_low else ""
+    )
     size = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     found = "unlimited" if size < 0 else human_bytes(size)
     remedy = "ulimit -f unlimited: a rank's snapshots are one file" if size >= 0 else ""
-    yield Finding("file size", WARNING if size >= 0 else OK, f"ulimit -f: {found}", remedy)
+    yield DoctorCheck("file size", WARNING if size >= 0 else OK, f"ulimit -f: {found}", remedy)
 
 
-def versions() -> Iterator[Finding]:
+def versions() -> Iterator[DoctorCheck]:
     """Look at what is installed, without importing torch."""
-    yield Finding("flashckpt", OK, f"{__version__}, Python {platform.python_version()}, copies by {implementation()}")
+    yield DoctorCheck(
+        "flashckpt", OK, f"{__version__}, Python {platform.python_version()}, copies by {implementation()}"
+    )
     try:
         torch = metadata.version("torch")
     except metadata.PackageNotFoundError:
-        yield Finding("torch", FAILED, "not installed", "pip install 'torch>=2.11'")
+        yield DoctorCheck("torch", FAILED, "not installed", "pip install 'torch>=2.11'")
         return
     numbers = tuple(int(part) if part.isdigit() else 0 for part in torch.split("+")[0].split(".")[:2])
     remedy = "" if numbers >= (2, 11) else "pip install 'torch>=2.11'"
-    yield Finding("torch", OK if numbers >= (2, 11) else FAILED, torch, remedy)
+    yield DoctorCheck("torch", OK if numbers >= (2, 11) else FAILED, torch, remedy)
 
 
-def ports() -> Iterator[Finding]:
+def ports() -> Iterator[DoctorCheck]:
     """Look whether the port of the metrics can be listened on, where one is asked for."""
     if env.FLASHCKPT_METRICS_PORT is None:
-        yield Finding("metrics", OK, "not asked for (FLASHCKPT_METRICS_PORT)")
+        yield DoctorCheck("metrics", OK, "not asked for (FLASHCKPT_METRICS_PORT)")
         return
     host, port = env.FLASHCKPT_METRICS_HOST, env.FLASHCKPT_METRICS_PORT
     try:
         with socket.create_server((host, port)):
-            yield Finding("metrics", OK, f"port {port} on {host} is free")
+            yield DoctorCheck("metrics", OK, f"port {port} on {host} is free")
     except OSError as error:
         remedy = "ss -ltnp shows who listens there; a running job's persister does, too"
-        yield Finding("metrics", WARNING, f"port {port} on {host}: {error.strerror}", remedy)
+        yield DoctorCheck("metrics", WARNING, f"port {port} on {host}: {error.strerror}", remedy)
 
 
-def cores() -> Finding:
+def cores() -> DoctorCheck:
     """Look whether a core is left for the copy thread and the persister."""
     number = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):  # of the own cgroup alone: as a container sees it
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         number = min(number, int(quota) // int(period)) if quota != "max" else number
     remedy = "one rank per core leaves none to the copies: they are then made inside ckpt.step()"
-    return Finding("cores", OK if number > 1 else WARNING, str(number), "" if number > 1 else remedy)
+    return DoctorCheck("cores", OK if number > 1 else WARNING, str(number), "" if number > 1 else remedy)
 
 
-def of_root(root: str, options: tuple[str, ...]) -> tuple[list[Finding], int]:
+def of_root(root: str, options: tuple[str, ...]) -> tuple[list[DoctorCheck], int]:
     """Look at a root by writing to it; return also the exit code of what failed, 0 if nothing did."""
     try:
         if is_process_local(root):
             raise ConfigError(f"{root} is private to one process", remedy="use a directory or a URL")
         with contextlib.closing(open_store(root, **parse_options(options))) as store:
             store.check(write=True)
-            found = [Finding("root", OK, f"{store.url} can be read and written")]
+            found = [DoctorCheck("root", OK, f"{store.url} can be read and written")]
             is_exact = store.is_conditional
             remedy = (
                 "" if is_exact else "never let two runs share it: one could commit over the other (docs/storage.md)"
             )
             text = "conditional writes" if is_exact else "no conditional writes"
-            return [*found, Finding("commits", OK if is_exact else WARNING, text, remedy), clock(store)], 0
+            return [*found, DoctorCheck("commits", OK if is_exact else WARNING, text, remedy), clock(store)], 0
     except FlashckptError as error:
-        return [Finding("root", FAILED, f"{error.problem}: {error.found}".rstrip(": "), error.remedy)], error.exit_code
+        return [
+            DoctorCheck("root", FAILED, f"{error.problem}: {error.found}".rstrip(": "), error.remedy)
+        ], error.exit_code
 
 
-def clock(store: Store, now: Callable[[], float] = time.time) -> Finding:
+def clock(store: Store, now: Callable[[], float] = time.time) -> DoctorCheck:
     """Compare this machine's clock with that of the storage, by the time that an object gets."""
     key = f"{HISTORY}.doctor-{secrets.token_hex(4)}"
     store.put(key, b"flashckpt doctor")
@@ -167,7 +175,7 @@ def clock(store: Store, now: Callable[[], float] = time.time) -> Finding:
         store.delete(key)
     skew_s = abs(info.mtime - now_s) if info is not None else 0.0
     remedy = "" if skew_s <= MOST_SKEW_S else "start chrony or ntpd: leases of readers are dated by the storage"
-    return Finding("clock", OK if skew_s <= MOST_SKEW_S else WARNING, f"{skew_s:.0f} s off the storage's", remedy)
+    return DoctorCheck("clock", OK if skew_s <= MOST_SKEW_S else WARNING, f"{skew_s:.0f} s off the storage's", remedy)
 
 
 def _file_system(path: Path) -> str:
@@ -181,7 +189,7 @@ def _file_system(path: Path) -> str:
     return kind
 
 
-def _page(found: list[Finding]) -> Group:
+def _page(found: list[DoctorCheck]) -> Group:
     lines = []
     for one in found:
         mark = {OK: "ok     ", WARNING: "WARNING", FAILED: "FAILED "}[one.state]

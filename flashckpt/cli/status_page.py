@@ -18,7 +18,7 @@ from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.printable import counted, printable
 
 STALE_S = 60
-"""Seconds of silence after which the persister is said to have reported nothing."""
+"""Seconds of silence after which the persister counts as stuck."""
 MOST_SHOWN = 20
 """Sessions of a root that are shown."""
 Job = Mapping[str, Any]

@@ -47,23 +47,23 @@ def append(directory: Path, logged: LoggedValue) -> bool:
         os.close(fd)
 
 
-class Taken(NamedTuple):
+class TakenValues(NamedTuple):
     """What was taken, and the files that hold it until it is on the root."""
 
     values: list[LoggedValue]
     files: list[Path]
 
 
-def take(directory: Path) -> Taken:
+def take(directory: Path) -> TakenValues:
     """Take what is logged, with what was taken before and is not forgotten yet."""
     files = _taken(directory)
     number = int(files[-1].name.rpartition(".")[2]) + 1 if files else 0
     with contextlib.suppress(OSError):
         files.append((directory / "values").rename(directory / f"values.taken.{number:06d}"))
-    return Taken([one for path in files for one in _lines(path)], files)
+    return TakenValues([one for path in files for one in _lines(path)], files)
 
 
-def forget(taken: Taken) -> None:
+def forget(taken: TakenValues) -> None:
     """Remove what was taken."""
     for path in taken.files:
         remove_file(path)

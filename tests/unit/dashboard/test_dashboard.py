@@ -25,7 +25,7 @@ from flashckpt.checkpoint.history import SessionRecord, read_history, write_sess
 from flashckpt.checkpoint.series import write_series
 from flashckpt.cli import main as cli
 from flashckpt.dashboard import server as serving
-from flashckpt.dashboard.gather import Source
+from flashckpt.dashboard.gather import PageSource
 from flashckpt.dashboard.page import render
 from flashckpt.dashboard.server import Dashboard
 from flashckpt.shm.control import Control
@@ -102,32 +102,32 @@ class Elements(HTMLParser):
 def test_the_page_holds_what_root_and_memory_say(job: FakeJob) -> None:
     fill_ranks(job, 2)
     append(job.directory.path, LoggedValue(2, 51, "loss", 0.125))
-    found = Source(job.root).document()
+    found = PageSource(job.root).document()
     assert (found["summary"]["restarts"], found["summary"]["steps_lost"], found["error"]) == (1, 10, "")
     assert [one["generation"] for one in found["sessions"]] == [1, 2]
     assert found["curves"][1]["points"]["loss"][-1] == (51, 0.125), "what has not reached the root yet"
     assert [(one["step"], one["state"], one["kept"]) for one in found["checkpoints"]] == [(20, "committed", False)]
     assert [(one["rank"], one["step"]) for one in found["ranks"]] == [(0, 50), (1, 50)]
-    assert Source("fake").root == job.root, "a job is known by its id, too"
+    assert PageSource("fake").root == job.root, "a job is known by its id, too"
 
 
 def test_a_finished_job_is_shown_from_its_root_alone(job: FakeJob) -> None:
     job.die()
     shutil.rmtree(job.directory.path)
-    found = Source(job.root).document()
+    found = PageSource(job.root).document()
     assert (found["job"], found["ranks"], found["summary"]["sessions"]) == (None, [], 2)
     assert len(found["curves"][0]["points"]["loss"]) == 30
 
 
 def test_a_root_that_goes_away_is_said_and_the_rest_is_shown(job: FakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = Source(job.root)
+    source = PageSource(job.root)
     monkeypatch.setattr("flashckpt.dashboard.gather.read_history", lambda store: (_ for _ in ()).throw(OSError("gone")))
     found = source.document()
     assert (found["error"], found["sessions"], found["job"]["job"]) == ("gone", [], "fake")
 
 
 def test_names_of_others_stay_data_and_nothing_is_fetched(job: FakeJob) -> None:
-    text = render(Source(job.root).document())
+    text = render(PageSource(job.root).document())
     page = Elements(text)
     assert page.tags.count("script") == 2
     assert "img" not in page.tags
@@ -212,7 +212,7 @@ def test_a_port_that_is_taken_is_an_error_with_a_remedy(
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 def test_chromium_draws_it_and_runs_nothing_of_others(job: FakeJob, tmp_path: Path) -> None:
     fill_ranks(job, 1000)
-    document: dict[str, Any] = Source(job.root).document() | {"root": HOSTILE}
+    document: dict[str, Any] = PageSource(job.root).document() | {"root": HOSTILE}
     page = tmp_path / "page.html"
     page.write_text(render(document))
     dom = shown(page)
