@@ -69,6 +69,7 @@ CRASH_POINTS: dict[str, str] = {
     "persist.before-tombstone": "catalogue entry of an old checkpoint deleted, its MANIFEST still there",
     "persist.during-prune": "MANIFEST of an old checkpoint deleted, its data still there",
     "persist.after-prune": "data of an old checkpoint deleted, not yet noted in the catalogue",
+    "history.before-put": "the record of the session not yet in place of the one before",
     # room on a root that is full
     "room.after-abandoned": "data of abandoned snapshots deleted, not yet noted in the catalogue",
     "room.before-retry": "room made, the pack that did not fit not yet written again",

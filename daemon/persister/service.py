@@ -27,6 +27,7 @@ from flashckpt.daemon.persister import metrics
 from flashckpt.daemon.persister.attempts import Attempts
 from flashckpt.daemon.persister.coordinator import PersistCoordinator
 from flashckpt.daemon.persister.extensions import Extensions
+from flashckpt.daemon.persister.history import SessionHistory
 from flashckpt.daemon.persister.retire import retire
 from flashckpt.daemon.persister.timeouts import DaemonTimeouts
 from flashckpt.daemon.persister.wakeup import Wakeup
@@ -44,6 +45,7 @@ from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory
 from flashckpt.shm.lease import Lease
 from flashckpt.shm.messages import MessageFiles
 from flashckpt.shm.private import private_directory, remove_file, remove_tree
+from flashckpt.storage.factory import open_store
 
 SCAN_S = 1.0
 """Seconds between two scans without an event."""
@@ -85,6 +87,7 @@ class Daemon:
         self._wakeup = Wakeup([directory.path / "events", directory.path / "requests"])
         self._messages = MessageFiles(directory.path)
         self.extensions = Extensions(directory, self._wakeup.wake)
+        self.history = SessionHistory(directory, lambda config: open_store(config.root, **config.storage_options))
 
     def run(self) -> None:
         """Turn until the work is done and no rank is running, or a signal came and nothing is pending."""
@@ -155,6 +158,8 @@ class Daemon:
         committed = None if self.persisting is None else self.persisting.committed
         self.extensions.turn(config, view, record, committed)
         self._report(self.persisting, view, alive=alive)
+        is_last = self.directory.request_path("ended").exists()
+        self.history.turn(config, record, self._status, alive=alive, committed=committed, is_last=is_last)
         return self._finished(self.persisting, view, record, alive=alive, urgent=urgent, silent_s=silent_s)
 
     @property
@@ -186,6 +191,7 @@ class Daemon:
         """Release everything."""
         self._scrapes.close()
         self.extensions.close()
+        self.history.close()
         if self.persisting is not None:
             self.persisting.close()
         self._wakeup.close()
@@ -275,7 +281,7 @@ class Daemon:
         self._numbers = metrics.numbers_of(
             persisting, view, is_alive=alive, lag=lag, failures=self.attempts.failures, error=self.error
         )
-        self._numbers |= numbers
+        self._numbers |= numbers | self.history.numbers()
         self._say(status)
 
     def _say(self, status: DaemonStatus) -> None:

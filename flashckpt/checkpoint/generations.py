@@ -50,6 +50,11 @@ def read_generations(store: Store) -> list[Generation]:
     return sorted(parallel(lambda key: _read_claim(store, key), keys), key=lambda claim: claim.number)
 
 
+def newest_claim(store: Store) -> int:
+    """Return the highest number claimed on the root; 0 where there is none."""
+    return max(_claimed(store), default=0)
+
+
 def newest_generation(store: Store) -> int:
     """Return the highest number claimed on the root or used by a checkpoint folder; 0 where there is none."""
     used = [identity[0] for name in store.folders() if (identity := parse_prefix(name))]

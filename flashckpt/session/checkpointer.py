@@ -316,6 +316,21 @@ class Checkpointer:
         """Whether every rank is to end after the step just done (its snapshot is taken and persisted)."""
         return self._session is not None and self._session.should_stop
 
+    def log(self, name: str, value: Any, step: int | None = None) -> None:
+        """Keep a number for `flashckpt dashboard`, e.g. `ckpt.log("loss", loss)`: in memory, and on the root a minute later.
+
+        A session keeps 64 names and about 1000 points of each, whose steps ascend. Only values of ranks on the first node reach the root.
+
+        Args:
+            name: Of the curve; at most 100 characters.
+            value: Anything that `float()` takes; a tensor on a device is waited for.
+            step: Its step; None for the last one that `step()` was called with.
+
+        Raises:
+            ConfigError: `restore()` was not called, or the name or value is none.
+        """
+        self._alive().log(name, value, step)
+
     def heartbeat(self) -> None:
         """Report progress of this rank other than steps."""
         self._alive().heartbeat()

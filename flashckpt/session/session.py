@@ -13,13 +13,14 @@ from typing import Any
 
 from flashckpt.core.settings import next_step
 from flashckpt.core.snapshot_id import SnapshotId, SnapshotRequest
-from flashckpt.errors import UnsupportedStateError
+from flashckpt.errors import ConfigError, UnsupportedStateError
 from flashckpt.logs import guarded
 from flashckpt.session.durability import CommitWatch, Skips, Waiting, Wanted
 from flashckpt.session.opening import Callback, NodePlace, OpenedJob
 from flashckpt.session.stop_signals import DeferredSignals
 from flashckpt.shm.agent_folder import agent_folder
 from flashckpt.shm.control import CLOSED
+from flashckpt.shm.logged_values import MOST_NAME, LoggedValue, append
 from flashckpt.snapshot.copy_plan import CopyPlan, CurrentPlan
 from flashckpt.snapshot.stager import Snapshot, Stager, StaleWatch
 from flashckpt.state import samplers
@@ -145,6 +146,7 @@ class Session:
             self._await_slot(step) if is_wanted else self._skip(step)
         self._committed.look()
         self.stats["call_s"] += time.perf_counter() - began
+        row.stall_ns = int((self.stats["call_s"] + self.stats["fence_s"]) * 1e9)
 
     def _unrecoverable(self) -> Collection[SnapshotId]:
         """Ids that some rank missed."""
@@ -188,6 +190,7 @@ class Session:
             self._wanted.begun(request.id)
         self._stager.prepare(plan, writer, captured, request, optimizer_steps=self._optimizer_steps)
         self._skips.taken(step)
+        self._row.snapshots += 1
         self._has_taken = True
         return True
 
@@ -301,6 +304,18 @@ class Session:
         """As `Checkpointer.should_stop`."""
         after = self._control.stop_after
         return after >= 0 and self._row.step >= after
+
+    def log(self, name: object, value: Any, step: int | None) -> None:
+        """As `Checkpointer.log`."""
+        number = self._row.step if step is None else step
+        if not isinstance(name, str) or not 0 < len(name) <= MOST_NAME:
+            raise ConfigError("a name of log() cannot be used", found=repr(name)[:MOST_NAME], expected="a short str")
+        try:
+            plain = value.detach() if hasattr(value, "detach") else value  # a loss requires a gradient, as torch warns
+            logged = LoggedValue(self.outcome.record.number, int(number), name, float(plain))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"log({name!r}) takes a number", found=repr(value)[:MOST_NAME]) from error
+        self.stats["log_dropped"] += not append(self.directory.path, logged)
 
     def heartbeat(self) -> None:
         """As `Checkpointer.heartbeat`."""

@@ -37,9 +37,11 @@ def test_wheel_has_flashckpt_as_its_only_top_level_name(tmp_path: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     names = archive.namelist()
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"flashckpt"}
-    for package in (*LINKED, "integrations", "interop", "bench", "plan", "replicate", "stores", "trainer/hub"):
+    extras = ("integrations", "interop", "bench", "plan", "replicate", "stores", "dashboard", "trainer/hub")
+    for package in (*LINKED, *extras):
         assert f"flashckpt/{package}/__init__.py" in names
     assert "flashckpt/py.typed" in names
+    assert {f"flashckpt/dashboard/page.{kind}" for kind in ("html", "css", "js")} <= set(names)
     assert "-cp310-abi3-" in wheel.name
     if shutil.which("cc"):
         assert "flashckpt/native/_copy.abi3.so" in names
