@@ -8,7 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from support.paths import ROOT
+
+pytestmark = pytest.mark.timeout(300)  # three interpreters one after the other, on two cores that others use too
 
 PLAIN = [sys.executable, "-u", str(ROOT / "examples" / "plain_loop.py")]
 
