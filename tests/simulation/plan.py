@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 
 from flashckpt.checkpoint.generations import GENERATIONS, encode_claim
-from flashckpt.checkpoint.writer import parse_prefix
+from flashckpt.checkpoint.root_records import parse_prefix
 from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from simulation.clock import CLOCK
@@ -209,7 +209,7 @@ def other_job(job: Job, target: int, value: float) -> None:
 def keep_mark(job: Job, target: int, value: float) -> None:
     committed = sorted(job.rules.committed)
     if committed:
-        from flashckpt.checkpoint.writer import prefix_of
+        from flashckpt.checkpoint.root_records import prefix_of
 
         job.bucket.set(f"keep/{prefix_of(*committed[target % len(committed)])}", b"")
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from flashckpt.checkpoint import generations
+from flashckpt.checkpoint.catalog import read_root
 from flashckpt.checkpoint.retention import reading
-from flashckpt.checkpoint.root_summary import read_root
-from flashckpt.checkpoint.writer import prefix_of
+from flashckpt.checkpoint.root_records import prefix_of
 from flashckpt.core.digest import digest
 from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest import Manifest

@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from flashckpt.checkpoint.generations import decode_claim
-from flashckpt.checkpoint.writer import TOMBSTONE, parse_prefix, prefix_of
+from flashckpt.checkpoint.root_records import TOMBSTONE, parse_prefix, prefix_of
 from flashckpt.core.digest import digest
 from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest import decode_manifest

@@ -193,7 +193,7 @@ def _leaks(job: Job) -> None:
     if left:
         raise Violation("nothing leaks", f"{left[:4]} although {newest} is committed")
     names = {key.partition("/")[0] for key in job.bucket.keys if key.startswith("step-")}
-    from flashckpt.checkpoint.writer import parse_prefix
+    from flashckpt.checkpoint.root_records import parse_prefix
 
     ids = {parse_prefix(name) for name in names}
     old = sorted(one for one in ids if one is not None and one < newest and one not in job.rules.committed)
