@@ -39,7 +39,7 @@ MUTANTS = [
            "if slot in self._writing or not self._lease.exclusive(1 + slot):", "if slot in self._writing:"),
     Mutant("a slot is never let go", f"{_S}/segment.py",
            "        self._lease.release(1 + slot)\n\n    def _put_both", "        pass\n\n    def _put_both"),
-    Mutant("COMPLETE before the manifest is there", f"{_S}/segment.py",
+    Mutant("COMPLETE before the manifest is there", f"{_S}/slot_writer.py",
            "        self._buffer[at : at + len(manifest)] = manifest\n", "        del at\n"),
     Mutant("the header says WRITING in neither copy", f"{_S}/segment.py",
            "header = self._put_both_headers(slot, header)\n        self._writing.add",

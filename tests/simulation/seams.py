@@ -92,8 +92,7 @@ def install(connect: Connect, host: Callable[[], str], draw: random.Random) -> N
     for name in _TIMED:
         if hasattr(_module(name), "time"):
             _module(name).time = CLOCK
-    for name in ("checkpoint.root_records", "checkpoint.catalog_entries"):
-        _module(name).ThreadPoolExecutor = InlinePool
+    _module("checkpoint.root_records").ThreadPoolExecutor = InlinePool
     flush = _module("daemon.persister.flush")
     flush.ThreadPoolExecutor, flush.threading = Pool, Threading
     _module("daemon.persister.housekeeping").threading = Threading
@@ -119,7 +118,7 @@ def _storage(connect: Connect) -> None:
         return connect(CLOCK.scheduler.process)
 
     _module("daemon.persister.coordinator").open_store = opened
-    _module("checkpoint.root_summary").open_in_rank = opened
+    _module("checkpoint.catalog").open_in_rank = opened
 
 
 def _memory() -> None:
@@ -177,7 +176,7 @@ class _Nothing:
 
 def _persister(host: Callable[[], str]) -> None:
     service, coordinator = _module("daemon.persister.service"), _module("daemon.persister.coordinator")
-    service.Wakeup, service.Extensions = Wakeup, _Nothing
+    service.Wakeup, service.Extensions, service.SessionHistory = Wakeup, _Nothing, _Nothing
     service.metrics.Scrapes = _Nothing
     service.turn_over = lambda _: None
     service.LEAST_S = 0.25  # events that come together make one turn
