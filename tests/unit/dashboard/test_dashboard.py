@@ -211,6 +211,7 @@ def test_a_port_that_is_taken_is_an_error_with_a_remedy(
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 def test_chromium_draws_it_and_runs_nothing_of_others(job: FakeJob, tmp_path: Path) -> None:
+    """Seconds long, and the one test that runs the program of the page: what it draws, and what it does not execute."""
     fill_ranks(job, 1000)
     document: dict[str, Any] = PageSource(job.root).document() | {"root": HOSTILE}
     page = tmp_path / "page.html"
