@@ -102,6 +102,26 @@ class SessionHistory:
             committed: The newest checkpoint.
             is_last: Whether the job has ended.
         """
+        try:
+            self._turn(config, record, status, alive=alive, committed=committed, is_last=is_last)
+        except Exception as error:  # noqa: BLE001 -- a history must not keep anything from being persisted
+            self._report(repr(error))
+
+    def _report(self, problem: str) -> None:
+        if problem != self._problem:
+            _log.warning("the history of the job cannot be written: %s", problem)
+        self._problem = problem
+
+    def _turn(
+        self,
+        config: JobConfig,
+        record: Generation,
+        status: DaemonStatus,
+        *,
+        alive: bool,
+        committed: SnapshotId | None,
+        is_last: bool,
+    ) -> None:
         if config.node != 0 or not record.token.isalnum():
             return
         self._claim = record
@@ -219,10 +239,7 @@ class SessionHistory:
                 self._write(task.config, task.record, task.logged)
                 self._problem = ""
             except Exception as error:  # noqa: BLE001 -- a history must not keep anything from being persisted
-                problem = str(error) if isinstance(error, (FlashckptError, OSError)) else repr(error)
-                if problem != self._problem:
-                    _log.warning("the history of the job cannot be written: %s", problem)
-                self._problem = problem
+                self._report(str(error) if isinstance(error, (FlashckptError, OSError)) else repr(error))
                 self._put_off(task)
                 return
 

@@ -17,6 +17,7 @@ from flashckpt.checkpoint.generations import claim_generation
 from flashckpt.checkpoint.history import SessionRecord, read_history, summary, write_session
 from flashckpt.core.records import seal
 from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.daemon.persister.history import SessionHistory
 from flashckpt.shm.control import Control
 from flashckpt.storage.factory import open_store
 
@@ -154,3 +155,17 @@ def test_a_clean_end_is_no_restart_and_the_time_after_it_is_not_down() -> None:
     assert (found["restarts"], found["steps_lost"], found["down_s"]) == (1, 5, 20)
     assert found["goodput"] == pytest.approx(1 - (20 + 5 * 100 / 40) / 300)
     assert summary([])["goodput"] is None
+
+
+def test_an_error_that_nobody_foresaw_keeps_nothing_from_being_persisted(
+    job: FakeJob, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise TypeError("on purpose")
+
+    monkeypatch.setattr(SessionHistory, "_rows", fail)
+    job.step(10, persist=True)
+    with daemon_of(job) as daemon:
+        turn_until(daemon, lambda: daemon.persisting is not None and daemon.persisting.committed, "the commit")
+        turn_until(daemon, lambda: "on purpose" in caplog.text, "the line")
+    assert caplog.text.count("on purpose") == 1
