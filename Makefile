@@ -11,7 +11,7 @@ export OPENBLAS_NUM_THREADS ?= 1
 # The tests start hundreds of interpreters: each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: fuzz soak help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-trainer test-layouts test-nodes test-mounts test-nfs test-hdfs test-restarts docs changelog hooks test-pythons test-blocks test-frameworks test-hub test-wandb compatibility test-slurm test-torch-versions test-native-sanitized test-native-arm gpu gpu-wheels test-wheel
+.PHONY: fuzz simulate mutants soak help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-trainer test-layouts test-nodes test-mounts test-nfs test-hdfs test-restarts docs changelog hooks test-pythons test-blocks test-frameworks test-hub test-wandb compatibility test-slurm test-torch-versions test-native-sanitized test-native-arm gpu gpu-wheels test-wheel
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -103,6 +103,13 @@ torture: setup  ## kill at random instants for minutes (KILLS=300 SEED=7), prove
 
 soak: setup  ## one job that commits as fast as it can: memory, descriptors, threads, logs and files stay flat (MINUTES=60)
 	PYTHONPATH=tests:. $(BIN)/python tests/crash/soak.py --minutes $(if $(filter file,$(origin MINUTES)),60,$(MINUTES))
+
+# Each run begins with seeds that nobody has tried: a broken rule is told as a story, with the line that makes it a test.
+simulate: setup  ## the control plane under every failure, on a virtual clock: new seeds for MINUTES=3, or from SEED=7 on
+	PYTHONPATH=tests:. $(BIN)/python -m simulation --minutes $(if $(filter file,$(origin MINUTES)),3,$(MINUTES)) $(if $(SEED),--seed $(SEED))
+
+mutants: setup  ## bugs planted in the product, each in a process of its own: which seed of the simulation finds it
+	PYTHONPATH=tests:. $(BIN)/python -m simulation.mutants
 
 SECONDS ?= 10
 fuzz: setup  ## damaged bytes into every decoder, so many seconds each (SECONDS=60 SEED=7 ONLY=manifest)

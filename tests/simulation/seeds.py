@@ -1,0 +1,24 @@
+"""Seeds that once broke a rule, each with the shortest story that did: one line, as `python -m simulation` prints it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from simulation.job import Setup
+from simulation.plan import Fault
+
+
+@dataclass(frozen=True)
+class Seed:
+    """The rule that was broken, and how."""
+
+    rule: str
+    seed: int
+    setup: Setup
+    faults: list[Fault]
+
+
+SEEDS = [
+    Seed("liveness", 1013, Setup(nodes=2, slots=2, step_s=1.0, persist_every=2, copy_s=0.8, keep_last=2, latency_s=0.005,
+                                 faults_s=60.0), []),
+]  # fmt: skip
