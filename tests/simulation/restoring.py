@@ -78,6 +78,8 @@ class Restore:
                 root = self._ask(inventories)
             candidate, chain, root, found = self._search(inventories, root)
             identity = candidate.identity if candidate is not None else None
+            if identity is None and self.step is not None:
+                raise RestoreFailed(f"step {self.step} is no longer there")
             if identity is None and root is not None and root.error:
                 raise RestoreFailed("the root cannot be asked, and memory holds none")
             if not self._passed_over:
