@@ -104,11 +104,11 @@ torture: setup  ## kill at random instants for minutes (KILLS=300 SEED=7), prove
 soak: setup  ## one job that commits as fast as it can: memory, descriptors, threads, logs and files stay flat (MINUTES=60)
 	PYTHONPATH=tests:. $(BIN)/python tests/crash/soak.py --minutes $(if $(filter file,$(origin MINUTES)),60,$(MINUTES))
 
-# Each run begins with seeds that nobody has tried: a broken rule is told as a story, with the line that makes it a test.
+# Each run begins with seeds that nobody has tried: a broken rule is reported as a story, with the line that makes it a test.
 simulate: setup  ## the control plane under every failure, on a virtual clock: new seeds for MINUTES=3, or from SEED=7 on
 	PYTHONPATH=tests:. $(BIN)/python -m simulation --minutes $(if $(filter file,$(origin MINUTES)),3,$(MINUTES)) $(if $(SEED),--seed $(SEED))
 
-mutants: setup  ## bugs planted in the product, each in a process of its own: which seed of the simulation finds it
+mutants: setup  ## bugs planted in the product, each in a separate process: which seed of the simulation finds it
 	PYTHONPATH=tests:. $(BIN)/python -m simulation.mutants
 
 SECONDS ?= 10

@@ -6,6 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -95,7 +96,7 @@ class Job:
         """Start a process."""
         made = Process(name, node)
         made.on_death.append(lambda: memory.let_go(made))
-        made.on_death.append(lambda: wakers.pop(made, None))
+        made.on_death.append(lambda: _forget(made))
         self.processes.append(made)
         if len(self.processes) > 200:
             self.processes = [one for one in self.processes if one.alive or one.fibers]
@@ -209,7 +210,7 @@ class Job:
         if self.random.random() < 0.5:
             for node in self.nodes:
                 if node.is_up and node.agent is not None and node.agent.alive:
-                    CLOCK.scheduler.call_as(node.agent, lambda node=node: node.directory.ask("persist-now"))
+                    CLOCK.scheduler.call_as(node.agent, partial(node.directory.ask, "persist-now"))
         self.start_soon()
 
     def kill(self, process: Process | None) -> None:
@@ -236,7 +237,7 @@ class Job:
         for rank in ranks:
             CLOCK.scheduler.call_as(
                 rank.process,
-                lambda rank=rank: rank.begin_life(record, found.chain, restored, superseded, self.setup.per_node),
+                partial(rank.begin_life, record, found.chain, restored, superseded, self.setup.per_node),
             )
         self.later(self.setup.step_s, lambda: self._train(ranks, number))
 
@@ -250,7 +251,7 @@ class Job:
                     node=rank.node.index,
                 )  # fmt: skip
                 directory = rank.node.directory
-                CLOCK.scheduler.call_as(rank.process, lambda d=directory, c=config: d.write_config(c))
+                CLOCK.scheduler.call_as(rank.process, partial(directory.write_config, config))
 
     # -- training --------------------------------------------------------------------------------------------
 
@@ -276,13 +277,17 @@ class Job:
                     rank.take(step, is_persist=is_persist)
 
             rank.writer = rank  # its snapshot has yet to begin
-            self.later(self.random.random() * 0.2, lambda rank=rank, take=take: self._take(rank, take), rank.process)
+            self.later(self.random.random() * 0.2, partial(self._take, rank, take), rank.process)
         self.later(self.setup.step_s * (0.9 + 0.2 * self.random.random()), lambda: self._train(ranks, number))
 
     @staticmethod
     def _take(rank: Rank, take: Callable[[], None]) -> None:
         rank.writer = None
         take()
+
+
+def _forget(process: Process) -> None:
+    wakers.pop(process, None)
 
 
 __all__ = ["BEGINNING", "Job", "Setup"]

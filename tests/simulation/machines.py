@@ -49,7 +49,7 @@ def bytes_of(chain: str, rank: int) -> tuple[bytes, bytes]:
 def table_of(rank: int, world: int) -> tuple[ShardTable, int]:
     """Return the shards of a rank and their bytes."""
     if (rank, world) not in _tables:
-        common = {"dtype": "float32", "replica": 0}
+        common: dict[str, Any] = {"dtype": "float32", "replica": 0}
         shards = [
             Shard(fqn="weight", global_shape=(world, 16), offsets=(rank, 0), lengths=(1, 16), **common),
             Shard(
@@ -352,7 +352,7 @@ def make_segment(path: Any, spec: SegmentSpec) -> Segment:
     block = Superblock(spec=spec, uid=os.getuid(), boot_id=bytes(16), created_ns=0)
     raw = encode_superblock(block)
     file.buffer[: len(raw)] = raw
-    segment = Segment(path, memory.FILES.open(path), block, memory.SimBlock(file))  # type: ignore[arg-type]
+    segment = Segment(path, memory.FILES.open(path), block, memory.SimBlock(file))
     segment.own()
     return segment
 

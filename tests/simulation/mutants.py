@@ -193,7 +193,7 @@ def plant(mutant: Mutant) -> None:
             return compile(text, self.path, "exec")
         return original(self, name)
 
-    SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
+    SourceFileLoader.get_code = get_code  # type: ignore[method-assign, assignment]
 
 
 def hunt(mutant: Mutant, seeds: int, seconds: float) -> str:

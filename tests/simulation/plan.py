@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 
 from flashckpt.checkpoint.generations import GENERATIONS, encode_claim
@@ -63,7 +64,7 @@ def stop_persister(job: Job, target: int, value: float) -> None:
     """SIGTERM."""
     node = _node(job, target)
     if node.persister is not None and node.persister.alive and node.daemon is not None:
-        CLOCK.scheduler.call_as(node.persister, lambda: node.daemon and node.daemon.stop(15, None))
+        CLOCK.scheduler.call_as(node.persister, partial(node.daemon.stop, 15, None))
 
 
 def kill_agent(job: Job, target: int, value: float) -> None:
@@ -175,7 +176,7 @@ def delete_checkpoint(job: Job, target: int, value: float) -> None:
     if names := _checkpoints(job):
         prefix = names[target % len(names)]
         job.note("operator")
-        _by_hand(job, lambda: [job.bucket.drop(key) for key in job.bucket.below(prefix + "/")], prefix)
+        _by_hand(job, lambda: job.bucket.drop_all(prefix + "/"), prefix)
 
 
 def damage_checkpoint(job: Job, target: int, value: float) -> None:

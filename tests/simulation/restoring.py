@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from flashckpt.checkpoint import generations
@@ -19,7 +20,7 @@ from flashckpt.core.digest import digest
 from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.errors import FlashckptError, may_pass
+from flashckpt.errors import DamagedError, FlashckptError, may_pass
 from flashckpt.planning.inventory import Inventory, memory_is_current, node_names, unpack_all
 from flashckpt.planning.selection import Candidate, RootSummary, missing_on_root, refuse_damage, select
 from flashckpt.restore import gather
@@ -65,7 +66,7 @@ class Restore:
         """Restore all ranks together, or raise RestoreFailed."""
         job = self.job
         for rank in self.ranks:
-            CLOCK.scheduler.call_as(rank.process, lambda rank=rank: rank.open_memory(len(self.ranks)))
+            CLOCK.scheduler.call_as(rank.process, partial(rank.open_memory, len(self.ranks)))
         job.write_config(self.ranks)
         CLOCK.scheduler.sleep(0.2)
         try:
@@ -144,7 +145,7 @@ class Restore:
         if candidate.is_common:
             return self._read_memory(candidate, inventories)
         if not candidate.on_root:
-            raise gather.DamagedError("memory does not cover the state")
+            raise DamagedError("memory does not cover the state")
         store = self.job.connect(self.ranks[0].process)
         with reading(store, prefix_of(*candidate.identity)) as manifest:
             self._check(manifest, lambda name: store.get(f"{prefix_of(*candidate.identity)}/{name}"))
@@ -158,7 +159,7 @@ class Restore:
                 continue
             pin = _pin(nodes[names[holder.node]], holder.rank, candidate.identity)
             if pin is None:
-                raise gather.DamagedError(f"rank {holder.rank} no longer holds it")
+                raise DamagedError(f"rank {holder.rank} no longer holds it")
             with pin:
                 manifest = pin.manifest()
                 whole = bytearray(pin.nbytes)
@@ -181,7 +182,7 @@ class Restore:
             start, nbytes = int(table.byte_offset[row]), int(table.nbytes[row])
             raw = objects[name][start : start + nbytes]
             if digest(raw) != int(manifest.digests[int(table.first_chunk[row])]):
-                raise gather.DamagedError(f"{table.fqn(row)} is damaged")
+                raise DamagedError(f"{table.fqn(row)} is damaged")
             rank = int(table.offsets[table.dim_start[row]]) if table.fqn(row) == "weight" else -1
             if raw != bytes_of(str(manifest.values["chain"]), rank)[0 if rank >= 0 else 1]:
                 raise Violation("what is restored is what was trained", f"{manifest.identity}, {table.fqn(row)}")
@@ -192,7 +193,7 @@ class Restore:
         """Claim a generation and write the lineage, as `gather.claim` and `gather.begin`."""
         world = len(self.ranks)
         self.job.rules.folders = {str(rank.node.folder) for rank in self.ranks}
-        token = gather.secrets.token_hex(8)
+        token = f"{self.job.random.getrandbits(64):016x}"
         wanted = Generation(number=number, token=token, parent=parent, world_size=world)
         if root is not None and not root.error:
             try:
@@ -211,9 +212,7 @@ class Restore:
             directory, ranks = rank.node.directory, mates[rank.node.index]
             CLOCK.scheduler.call_as(
                 rank.process,
-                lambda rank=rank, own=own, directory=directory, ranks=ranks: gather.begin(
-                    directory, wanted, rank=rank.rank, ranks=ranks, own=own
-                ),
+                partial(gather.begin, directory, wanted, rank=rank.rank, ranks=ranks, own=own),
             )
             CLOCK.scheduler.sleep(0.02)
         return wanted

@@ -230,7 +230,7 @@ def shrink(outcome: Outcome, limit: int = 60) -> Outcome:
         else:
             size //= 2
     for change in ({"nodes": 1}, {"nodes": 2}, {"per_node": 1}, {"discards": 0.0}):
-        smaller = replace(best.setup, **change)  # type: ignore[arg-type]
+        smaller = replace(best.setup, **change)
         if smaller != best.setup and (found := simulate(best.seed, smaller, best.faults)).rule == outcome.rule:
             best = found
     return best

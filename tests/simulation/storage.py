@@ -86,6 +86,11 @@ class Bucket:
         del self.keys[bisect_left(self.keys, key)]
         self._tell("delete", key, before[0], None)
 
+    def drop_all(self, prefix: str) -> None:
+        """Remove all objects below a prefix."""
+        for key in self.below(prefix):
+            self.drop(key)
+
     def _tell(self, *change: Any) -> None:
         try:
             self.on_change(*change)
