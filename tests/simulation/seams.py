@@ -166,6 +166,10 @@ class _Nothing:
     def turn(self, *_: object, **__: object) -> None:
         """Do nothing."""
 
+    def numbers(self) -> dict[str, float]:
+        """Return nothing."""
+        return {}
+
     def report(self) -> tuple[dict[str, Any], dict[str, float]]:
         """Return nothing."""
         return {}, {}
