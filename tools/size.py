@@ -5,7 +5,7 @@
     make size COMMIT=43fae85    # beside it an older commit
 
 The core is everything but `extras/`. Lines are those of Python files, as they are and as `ruff format` leaves them at 100
-columns. "-" is what cannot be known of an older commit: calls are those of its own `benchmarks/path.py`.
+columns. "-" is what cannot be known of an older commit: calls are counted by the `benchmarks/path.py` that it has.
 """
 
 from __future__ import annotations

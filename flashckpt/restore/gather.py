@@ -28,7 +28,7 @@ from flashckpt.faults import crash_point
 from flashckpt.logs import guarded
 from flashckpt.planning.inventory import HeldSlot, Inventory, Member, unpack_all
 from flashckpt.planning.selection import RestoreRequest, RootSummary, refuse_damage, require_same_request
-from flashckpt.shm.agent_folder import agent_folder, note_waiting
+from flashckpt.shm.agent_folder import LOCK, agent_folder, note_waiting
 from flashckpt.shm.control import Control, ControlView
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.job_key import ranks_key
@@ -62,7 +62,7 @@ def gather(
         node=f"{boot_id().hex()}:{status.st_dev}:{status.st_ino}",
         slots=tuple(_slots(directory)),
         generation=lineage,
-        restart=env.FLASHCKPT_RESTART,
+        restart=_restarts(directory) if env.FLASHCKPT_RESTART else 0,
         need_bytes=need_bytes,
         free_bytes=free_bytes,
         members=tuple(_members(directory)),
@@ -75,6 +75,18 @@ def gather(
     refuse_damage(found, directory.job)
     require_same_request(found)
     return found
+
+
+def _restarts(directory: JobDirectory) -> int:
+    """Return the restarts of this node's agent; 0 while no generation began under it.
+
+    Then a start before this one died on the way, perhaps behind its claim on the root: memory does not know of it.
+    """
+    folder = env.FLASHCKPT_AGENT_DIR
+    with contextlib.suppress(OSError):
+        if folder and directory.generation_written_ns() < (Path(folder) / LOCK).stat().st_mtime_ns:
+            return 0
+    return env.FLASHCKPT_RESTART
 
 
 def require_same(request: RestoreRequest) -> None:

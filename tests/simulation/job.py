@@ -141,7 +141,7 @@ class Job:
         if not node.is_up or (node.agent is not None and node.agent.alive):
             return
         agent = node.agent = self.process(f"agent {node.name}", node.index)
-        node.restart = 0
+        node.restart, node.has_begun = 0, False
         node.make(self.setup.per_node)
         agent.on_death.append(lambda: self._agent_died(node))
         CLOCK.scheduler.call_as(agent, node.directory.hold_live)

@@ -71,6 +71,7 @@ class Node:
         is_up: Whether it runs.
         agent: Process that starts ranks here; None where none runs.
         restart: Starts under this agent.
+        has_begun: Whether a generation began under it.
         persister: The daemon's process; None where none runs.
         relay: Of the first rank here.
     """
@@ -81,6 +82,7 @@ class Node:
     is_up: bool = True
     agent: Process | None = None
     restart: int = 0
+    has_begun: bool = False
     persister: Process | None = None
     daemon: Daemon | None = None
     relay: AckRelay | None = None

@@ -101,7 +101,7 @@ class Restore:
         lineage, damage = gather._lineage(directory, _ROOT, {})
         return Inventory(
             node=f"{node.name}.{node.life}", slots=tuple(gather._slots(directory)), generation=lineage,
-            restart=node.restart, members=tuple(gather._members(directory)), host=node.name,
+            restart=node.restart if node.has_begun else 0, members=tuple(gather._members(directory)), host=node.name,
             committed=gather._committed(directory), damage=damage,
         )  # fmt: skip
 
@@ -214,6 +214,7 @@ class Restore:
                 rank.process,
                 partial(gather.begin, directory, wanted, rank=rank.rank, ranks=ranks, own=own),
             )
+            rank.node.has_begun = True
             CLOCK.scheduler.sleep(0.02)
         return wanted
 

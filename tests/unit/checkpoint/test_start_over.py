@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from flashckpt.cli import main as cli
 from flashckpt.daemon.persister.service import Daemon
 from flashckpt.daemon.persister.timeouts import DaemonTimeouts
 from flashckpt.errors import ConfigError, RootError
+from flashckpt.shm.agent_folder import LOCK
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.storage.factory import open_store
 
@@ -80,6 +82,18 @@ def test_a_restart_under_a_living_agent_goes_on_with_the_run_that_began_anew(
     assert trained(tmp_path / "r", fresh=True) == 3
     monkeypatch.setenv("FLASHCKPT_RESTART", "0")
     assert trained(tmp_path / "r", fresh=True) == 0
+
+
+def test_a_restart_goes_on_with_nothing_that_is_older_than_its_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first start of a new agent died before its generation began: memory is that of a run before."""
+    assert trained(tmp_path / "r", 1, 2, 3) == 0
+    (Path(os.environ["FLASHCKPT_AGENT_DIR"]) / LOCK).touch()
+    monkeypatch.setenv("FLASHCKPT_RESTART", "1")
+    assert trained(tmp_path / "r", 1, fresh=True) == 0
+    monkeypatch.setenv("FLASHCKPT_RESTART", "2")
+    assert trained(tmp_path / "r", fresh=True) == 1, "a generation has begun under this agent"
 
 
 @pytest.mark.parametrize("more", [{"step": 3}, {"generation": 1}, {"root": "/tmp/x"}, {"only": "model.*"}], ids=str)
