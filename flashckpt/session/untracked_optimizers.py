@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
@@ -16,7 +17,7 @@ from flashckpt.logs import guarded
 from flashckpt.state.registry import StateRegistry
 
 _logger = logging.getLogger("flashckpt")
-_REACH = 2_000
+_REACH = 20_000
 """Objects that are looked through for an optimizer inside of a tracked object."""
 
 
@@ -35,6 +36,7 @@ class UntrackedOptimizers:
     def __init__(self, tracked: StateRegistry) -> None:
         self._tracked = tracked
         self._mine = set(map(id, tracked.all_optimizers()))
+        self._harmless: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._active: dict[int, Optimizer] = {}
         self.others: dict[int, Optimizer] = {}
         me = weakref.ref(self)
@@ -52,8 +54,9 @@ class UntrackedOptimizers:
 
     def note(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has taken a step."""
-        noted = self._active if id(optimizer) in self._mine else self.others
-        noted[id(optimizer)] = optimizer
+        if optimizer not in self._harmless:
+            noted = self._active if id(optimizer) in self._mine else self.others
+            noted[id(optimizer)] = optimizer
 
     def check(self) -> None:
         """Compare the optimizers that took a step since the last call with those that are tracked."""
@@ -79,9 +82,10 @@ class UntrackedOptimizers:
         }
         its = [id(p) for p in _parameters(other) if id(p) in named]
         theirs = {id(p) for one in active for p in _parameters(one)}
-        if not its or not theirs.isdisjoint(its) or _is_inside(other, self._tracked.objects.values()):
+        if not its or _is_inside(other, self._tracked.objects.values()):
+            self._harmless.add(other)
             return None
-        return named[its[0]]
+        return named[its[0]] if theirs.isdisjoint(its) else None
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -90,9 +94,9 @@ def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
 
 def _is_inside(optimizer: Optimizer, things: Iterable[Any]) -> bool:
     """Return whether attributes, lists and dicts of the objects lead to the optimizer."""
-    todo, seen = list(things), set[int]()
+    todo, seen = deque(things), set[int]()
     while todo and len(seen) < _REACH:
-        thing = todo.pop()
+        thing = todo.popleft()
         if thing is optimizer:
             return True
         if id(thing) in seen or isinstance(thing, Tensor):
