@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from typing import Any
 
 import pytest
 
@@ -32,13 +33,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if wanted is None:
         return
     kept: set[pytest.Item] = set()
-    for _, cases in itertools.groupby(items, key=lambda item: item.path):
-        kept |= set(chosen(list(cases), *wanted))
+    for _, of_file in itertools.groupby(items, key=lambda item: item.path):
+        cases: dict[object, list[pytest.Item]] = {}
+        for item in of_file:
+            cases.setdefault(_shared(item) or item, []).append(item)
+        kept.update(*chosen(list(cases.values()), *wanted))
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 
 
-def chosen(cases: list[pytest.Item], number: int, of: int) -> list[pytest.Item]:
+def _shared(item: pytest.Item) -> tuple[tuple[str, int], ...]:
+    """Return which setup of its module a test has: tests of one setup, which may take minutes, go together."""
+    callspec: Any = getattr(item, "callspec", None)
+    scopes = getattr(callspec, "_arg2scope", {})
+    return tuple((name, callspec.indices[name]) for name, scope in scopes.items() if scope.value != "function")
+
+
+def chosen(cases: list[list[pytest.Item]], number: int, of: int) -> list[list[pytest.Item]]:
     """Return every `of`th case from `number` on, and one where there are fewer."""
     step = min(of, len(cases))
     return cases[number % step :: step]
