@@ -17,7 +17,7 @@ from flashckpt.errors import DamagedError
 from flashckpt.shm.private import open_file, read_file, remove_file
 
 MOST_BYTES = 8 << 20
-"""Of lines that nobody has taken yet; what comes then is not kept."""
+"""Of lines that nobody has taken yet, and of taken ones that are not on the root; what comes then is not kept."""
 MOST_NAME = 100
 
 
@@ -59,7 +59,8 @@ def take(directory: Path) -> TakenValues:
     files = _taken(directory)
     number = int(files[-1].name.rpartition(".")[2]) + 1 if files else 0
     with contextlib.suppress(OSError):
-        files.append((directory / "values").rename(directory / f"values.taken.{number:06d}"))
+        if sum(path.stat().st_size for path in files) < MOST_BYTES:  # else the root fails for hours: `append` will refuse
+            files.append((directory / "values").rename(directory / f"values.taken.{number:06d}"))
     return TakenValues([one for path in files for one in _lines(path)], files)
 
 

@@ -80,6 +80,19 @@ def test_more_lines_than_fit_are_not_kept(job: FakeJob, monkeypatch: pytest.Monk
     assert kept == [True] * 3 + [False] * 6
 
 
+def test_what_cannot_reach_the_root_takes_a_bounded_part_of_memory(
+    job: FakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A root that fails for hours: what is taken again and again does not pile up beside what is logged."""
+    monkeypatch.setattr(logged_values, "MOST_BYTES", 40)
+    for step in range(100):
+        append(job.directory.path, LoggedValue(1, step, "loss", 1.0))
+        logged_values.take(job.directory.path)
+    assert sum(path.stat().st_size for path in job.directory.path.glob("values*")) < 3 * 40
+    logged_values.forget(logged_values.take(job.directory.path))
+    assert append(job.directory.path, LoggedValue(1, 100, "loss", 1.0)) or logged_values.take(job.directory.path).values
+
+
 def test_lines_and_records_of_others_are_left_out(job: FakeJob, tmp_path: Path) -> None:
     lines = ['[1, 2, "loss", 3]', "{}", "[[[[", '[1, "x", "loss", 3]', '[1, 2, "loss", "nan"]', '[1, 2, "lo']
     (job.directory.path / "values").write_text("\n".join(lines))
