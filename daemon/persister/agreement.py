@@ -77,8 +77,8 @@ def next_candidate(
 
     A target that this node learns of before reaching it is safe: the first persist step from there is
     the same one on every node. If it has already overwritten the target, or had no slot for it while it
-    held another candidate, it answers with what it holds instead, and from the second miss with a target in the future, twice as far each time (a doubling
-    search), until all nodes learn of it in time.
+    held another candidate, it answers with what it holds instead, and from the second miss with a target
+    in the future, twice as far each time (a doubling search), until all nodes learn of it in time.
 
     Args:
         search: Result of the last call; a new one after each intent.

@@ -184,3 +184,10 @@ def traces(folder: Path, world: int) -> list[dict[int, set[str]]]:
             seen.setdefault(int(step), set()).add(loss)
         ranks.append(seen)
     return ranks
+
+
+def script(folder: Path, text: str) -> Path:
+    """Return a program of this text."""
+    path = folder / "script.py"
+    path.write_text(text)
+    return path

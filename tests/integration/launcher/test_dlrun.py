@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from support.dlrun import TRAIN, alive, dlrun, first_steps, processes_of, run_dlrun
+from support.dlrun import TRAIN, alive, dlrun, first_steps, processes_of, run_dlrun, script
 from support.ranks import wait_for
 
 pytestmark = pytest.mark.timeout(300)  # two cores that others use too
@@ -15,15 +15,7 @@ pytestmark = pytest.mark.timeout(300)  # two cores that others use too
 
 @pytest.fixture
 def train(tmp_path: Path) -> Path:
-    path = tmp_path / "train.py"
-    path.write_text(TRAIN)
-    return path
-
-
-def script(tmp_path: Path, text: str) -> Path:
-    path = tmp_path / "script.py"
-    path.write_text(text)
-    return path
+    return script(tmp_path, TRAIN)
 
 
 def test_zygote_killed_workers_live_on_and_the_next_life_has_a_new_one(tmp_path: Path, train: Path) -> None:

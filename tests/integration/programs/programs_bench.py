@@ -12,31 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
+from support.bench_runs import left, result_of
 from support.s3 import s3_server
 
 from flashckpt.bench import measure
-from flashckpt.bench.command import bench
 from flashckpt.plan.command import plan
 from flashckpt.shm.job_directory import memory_root
 
 pytestmark = pytest.mark.timeout(300)  # several interpreters, on two cores that others use too
 
 OPTIONS = {"endpoint_url": "endpoint", "key": "key", "secret": "secret"}
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(bench, list(arguments))
-
-
-def result_of(path: Path, *arguments: str) -> dict[str, Any]:
-    result = run(*arguments, "--json", str(path))
-    assert result.exit_code == 0, (result.output, result.exception)
-    return measure.read_json(path)
-
-
-def left(*places: Path) -> list[str]:
-    return [str(p) for place in places for p in place.rglob("*")]
 
 
 @pytest.fixture(scope="module")

@@ -10,28 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from support.bench_runs import left, result_of, run
 
 from flashckpt.bench import measure, probe
-from flashckpt.bench.command import bench
 from flashckpt.bench.compare import caveats, compare
 from flashckpt.cli.main import main
 from flashckpt.errors import ConfigError, FlashckptError, LayoutError, RootError
 from flashckpt.shm.job_directory import memory_root
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(bench, list(arguments))
-
-
-def result_of(path: Path, *arguments: str) -> dict[str, Any]:
-    result = run(*arguments, "--json", str(path))
-    assert result.exit_code == 0, (result.output, result.exception)
-    return measure.read_json(path)
-
-
-def left(*places: Path) -> list[str]:
-    return [str(p) for place in places for p in place.rglob("*")]
 
 
 def test_store_measures_raw_ours_floor_and_small_and_leaves_nothing(tmp_path: Path) -> None:
