@@ -225,13 +225,6 @@ class JobDirectory:
         """Return the current generation, None if none was claimed here. Raises DamagedError."""
         return job_records.read(self.path / "generation.msgpack", Generation)
 
-    def generation_written_ns(self) -> int:
-        """Return when the record of the generation was last written, nanoseconds of the file system; 0: there is none."""
-        try:
-            return (self.path / "generation.msgpack").stat().st_mtime_ns
-        except FileNotFoundError:
-            return 0
-
     def write_status(self, status: DaemonStatus) -> None:
         """Write `daemon.msgpack`; in place if the tmpfs is full, because `wait()` must see what was committed.
 

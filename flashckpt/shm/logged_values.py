@@ -59,7 +59,8 @@ def take(directory: Path) -> TakenValues:
     files = _taken(directory)
     number = int(files[-1].name.rpartition(".")[2]) + 1 if files else 0
     with contextlib.suppress(OSError):
-        if sum(path.stat().st_size for path in files) < MOST_BYTES:  # else the root fails for hours: `append` will refuse
+        # a root that fails for hours: what is taken does not grow, and `append` will refuse
+        if sum(path.stat().st_size for path in files) < MOST_BYTES:
             files.append((directory / "values").rename(directory / f"values.taken.{number:06d}"))
     return TakenValues([one for path in files for one in _lines(path)], files)
 

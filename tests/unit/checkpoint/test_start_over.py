@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.engine import agent_dir
 from support.one_rank import agent_of_the_test, crash, opened_as  # noqa: F401 -- fixtures
 from support.ranks import run_ranks, values
 
@@ -19,7 +19,6 @@ from flashckpt.cli import main as cli
 from flashckpt.daemon.persister.service import Daemon
 from flashckpt.daemon.persister.timeouts import DaemonTimeouts
 from flashckpt.errors import ConfigError, RootError
-from flashckpt.shm.agent_folder import LOCK
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.storage.factory import open_store
 
@@ -89,7 +88,7 @@ def test_a_restart_goes_on_with_nothing_that_is_older_than_its_agent(
 ) -> None:
     """The first start of a new agent died before its generation began: memory is that of a run before."""
     assert trained(tmp_path / "r", 1, 2, 3) == 0
-    (Path(os.environ["FLASHCKPT_AGENT_DIR"]) / LOCK).touch()
+    agent_dir()
     monkeypatch.setenv("FLASHCKPT_RESTART", "1")
     assert trained(tmp_path / "r", 1, fresh=True) == 0
     monkeypatch.setenv("FLASHCKPT_RESTART", "2")
