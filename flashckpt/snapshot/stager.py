@@ -286,6 +286,7 @@ class Stager:
             snapshot.check()
         snapshot.copied_s = time.perf_counter()
         snapshot.copied.set()
+        snapshot.offer.end()  # a fence that came first waits for it: nothing to take part in may come any more
 
     def _conclude(self, snapshot: Snapshot) -> None:
         """Digest what lies in the slot only, and make the snapshot COMPLETE."""
