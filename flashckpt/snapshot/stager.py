@@ -29,7 +29,7 @@ from flashckpt.snapshot.copy import (
 )
 from flashckpt.snapshot.copy_plan import CopyPlan
 from flashckpt.snapshot.device import DeviceCopier
-from flashckpt.snapshot.runs import CoreTime, Crowding, Offer, digest_in_slot, places_of
+from flashckpt.snapshot.runs import CoreTime, Crowding, Offer, digest_arrivals, digest_in_slot, digest_threads
 from flashckpt.snapshot.witness import Counts, FiniteWatch, Witness, counter_path
 from flashckpt.state.structure import Captured, ValuesRead
 
@@ -294,8 +294,8 @@ class Stager:
         assert digests is not None
         digest_in_slot(plan.digested_later, buffer, digests)
         if plan.uses_device:
-            for items in self._lanes.arrivals(snapshot.batches, buffer):
-                digest_in_slot(places_of(items), buffer, digests)
+            arrivals = self._lanes.arrivals(snapshot.batches, buffer)
+            snapshot.cpu_s += digest_arrivals(arrivals, buffer, digests, threads=digest_threads())
             if names := self._lanes.changed(snapshot.marks, buffer):
                 raise fence_error(names, snapshot.request.id.step, found=UNCOUNTED)
         snapshot.check()
