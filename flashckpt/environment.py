@@ -168,6 +168,13 @@ class Environment:
         "/dev/shm",  # noqa: S108 -- tmpfs on purpose
         kind="a folder",
     )
+    FLASHCKPT_LOCKED_MB = _number(
+        "rank",
+        "Most host memory in MB that a rank page-locks for its slots; where they are larger, four blocks of 16 MiB are "
+        "locked in their place and copies from the device go through these.",
+        1024,
+        0,
+    )
     FLASHCKPT_JOB_ID = _matching(
         "rank",
         "Name of the job, by which a restart finds its memory; dlrun sets it to `--rdzv-id` where that is given.",
