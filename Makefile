@@ -11,7 +11,7 @@ export OPENBLAS_NUM_THREADS ?= 1
 # The tests start hundreds of interpreters: each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: fuzz soak help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-trainer test-layouts test-nodes test-mounts test-nfs test-hdfs test-restarts docs changelog hooks test-pythons test-blocks test-frameworks test-hub test-wandb compatibility test-slurm test-torch-versions test-native-sanitized test-native-arm gpu gpu-wheels test-wheel
+.PHONY: fuzz soak help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-trainer test-layouts test-nodes test-mounts test-nfs test-hdfs test-restarts docs changelog hooks test-pythons test-blocks test-frameworks test-hub test-wandb compatibility test-slurm test-torch-versions test-native-sanitized test-native-arm test-device gpu gpu-wheels test-wheel
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -134,6 +134,10 @@ test-trainer: setup  ## whole runs of the trainer that are started, killed, resu
 
 test-layouts: setup  ## every layout trains and scores as one process does, and continues in each of a dozen others: same bits, same losses
 	$(BIN)/python -m pytest $(SHARED) tests/integration/layouts/layouts.py tests/integration/layouts/layouts_parity.py tests/integration/layouts/layouts_evaluate.py tests/integration/layouts/layouts_documents.py tests/integration/layouts/layouts_batches.py tests/integration/layouts/layouts_scores.py tests/integration/layouts/layouts_switches.py tests/integration/layouts/layouts_compile.py tests/integration/layouts/layouts_optimizers.py tests/integration/layouts/layouts_context.py tests/integration/layouts/layouts_experts.py tests/integration/layouts/layouts_groups.py
+
+# One process: a fork has none of the threads that are the device's streams.
+test-device: setup  ## the path through an accelerator, on one that is emulated: every wait left out in turn is found (a C++ compiler)
+	$(BIN)/python -m pytest -rP tests/integration/device/device_controls.py
 
 test-nodes: setup  ## many nodes as network namespaces: dead nodes, cut links, stops (root)
 	$(BIN)/python -m pytest tests/integration/nodes/nodes.py tests/integration/nodes/nodes_trainer.py tests/integration/nodes/nodes_restore.py tests/integration/nodes/nodes_replicas.py tests/integration/nodes/nodes_benchmarks.py
