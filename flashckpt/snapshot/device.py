@@ -20,8 +20,9 @@ from flashckpt import accelerator
 from flashckpt.accelerator import host_buffer, runtime, waited_event
 from flashckpt.core.shard import ALIGN_SMALL, SMALL_BYTES, round_up
 from flashckpt.native import copy_and_digest
+from flashckpt.snapshot import staging
 from flashckpt.snapshot.copy import Buffer, Item, is_plain, source_of
-from flashckpt.snapshot.staging import BLOCK_BYTES, Filling, Held, Ring, Source, sources_of
+from flashckpt.snapshot.staging import Filling, Held, Ring, Source, sources_of
 
 BATCH_BYTES = 64 << 20
 """Bytes per event: the host hashes one batch while the next is on the wire."""
@@ -107,7 +108,7 @@ class SmallBatch:
         ]
         for number, end in enumerate(ends, 1):
             begin = self._starts[first]
-            if number < len(ends) and ends[number] - begin <= BLOCK_BYTES // 4:
+            if number < len(ends) and ends[number] - begin <= staging.BLOCK_BYTES // 4:
                 continue
             own = range(first, number)
             rows = [(self._starts[i] - begin, self.items[i].offset, self.items[i].nbytes) for i in own]

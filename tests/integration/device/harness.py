@@ -157,9 +157,8 @@ class Run:
 
         def conclude(stager: Stager, snapshot: Snapshot) -> None:
             if snapshot.request.id.step == fails_at:
-                self.kept.append(
-                    snapshot.marks
-                )  # to free page-locked memory waits for its copies here, not on every device
+                # to free page-locked memory waits for its copies here, as it does not on every device
+                self.kept.append(snapshot.marks)
                 raise OSError("on purpose")
             real_conclude(stager, snapshot)
 
@@ -167,18 +166,20 @@ class Run:
             self.given_up(snapshot, snapshot.writer.data)
             real_discard(snapshot)
 
-        Stager._copy, Stager._commit, Stager._conclude = copy, commit, conclude  # type: ignore[method-assign]  # watched
-        Stager._discard = staticmethod(discard)  # type: ignore[method-assign]  # as above
+        watched: dict[str, Any] = {"_copy": copy, "_commit": commit, "_conclude": conclude}
+        for name, function in watched.items():
+            setattr(Stager, name, function)
+        Stager._discard = staticmethod(discard)  # type: ignore[method-assign]  # watched
         staging.BLOCK_BYTES, device_module.BATCH_BYTES, staging.BLOCKS = 128 << 10, 128 << 10, 2
-        device_module.BLOCK_BYTES = staging.BLOCK_BYTES
-        accelerator.registers = lambda api=None: self.is_locked  # type: ignore[assignment]  # as above
+        accelerator.registers = lambda api=None: self.is_locked
         try:
             yield
         finally:
-            Stager._copy, Stager._commit, Stager._conclude = real_copy, real_commit, real_conclude  # type: ignore[method-assign]  # as above
-            Stager._discard = staticmethod(real_discard)  # type: ignore[method-assign]  # as above
+            watched = {"_copy": real_copy, "_commit": real_commit, "_conclude": real_conclude}
+            for name, function in watched.items():
+                setattr(Stager, name, function)
+            Stager._discard = staticmethod(real_discard)  # type: ignore[method-assign]  # watched
             staging.BLOCK_BYTES, device_module.BATCH_BYTES, staging.BLOCKS = limit
-            device_module.BLOCK_BYTES = staging.BLOCK_BYTES
             accelerator.registers = registers
 
 

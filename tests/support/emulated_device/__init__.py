@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import backend_registration
 
 NAME, DEVICES = "emu", 2
 _FOLDER = Path(__file__).parent
@@ -57,8 +58,8 @@ def install() -> Any:
     assert spec.loader is not None
     core = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(core)
-    torch.utils.rename_privateuse1_backend(NAME)
-    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    backend_registration.rename_privateuse1_backend(NAME)
+    backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
     torch._register_device_module(NAME, _module(core))
     return core
 

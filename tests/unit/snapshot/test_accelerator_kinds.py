@@ -15,7 +15,6 @@ from torch import nn
 
 from flashckpt import accelerator
 from flashckpt.session.opening import locked
-from flashckpt.snapshot import device as device_module
 from flashckpt.snapshot import staging
 from flashckpt.snapshot.copy import Buffer, Item, StalePlanError
 from flashckpt.snapshot.copy_plan import CopyPlan
@@ -83,13 +82,15 @@ def test_a_device_that_registers_no_memory_is_staged_through_blocks_that_do_not_
     model.register_parameter("turned", nn.Parameter(torch.rand(300, 200).t()))
     for number in range(40):
         model.register_buffer(f"small{number}", torch.full((60,), float(number)))
-    plan, module, made = plan_of(model), Kind(calls), []
+    plan, module, made = plan_of(model), Kind(calls), list[int]()
     monkeypatch.setattr(accelerator, "is_direct", lambda address, device: False)
     monkeypatch.setattr(staging, "BLOCK_BYTES", 64 << 10)
-    monkeypatch.setattr(device_module, "BLOCK_BYTES", 64 << 10)
-    monkeypatch.setattr(
-        staging, "host_buffer", lambda n, device, api: (made.append(n), torch.empty(n, dtype=torch.uint8))[1]
-    )
+
+    def host_buffer(nbytes: int, device: torch.device, api: Any) -> torch.Tensor:
+        made.append(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(staging, "host_buffer", host_buffer)
     lanes, digested = DeviceCopier(module), list[str]()
 
     def note(items: Sequence[Item]) -> None:
