@@ -277,7 +277,13 @@ class Stager:
         plan.unfenced_runs.check_forms()
         plan.runs.check_forms()
         snapshot.digests = digests = np.zeros(plan.layout.table.chunks, np.uint64)
-        snapshot.batches = self._lanes.enqueue(plan.device, buffer, snapshot.marks) if plan.uses_device else []
+        if plan.uses_device:
+            snapshot.batches = self._lanes.enqueue(
+                plan.device,
+                buffer,
+                snapshot.marks,
+                arrived=lambda items: digest_in_slot(places_of(items), buffer, digests),
+            )
         plan.runs.copy_and_digest(buffer, digests, snapshot.offer)
         for item in plan.others:
             copy_item(item, buffer)
