@@ -13,7 +13,7 @@ from typing import Any
 from simulation import memory
 from simulation.clock import CLOCK, Killed, Process
 from simulation.storage import SimStore
-from simulation.threads import InlinePool, Pool, Threading, wakers
+from simulation.threads import Burst, Pool, Threading, wakers
 
 Connect = Callable[[Process], SimStore]
 _TIMED = (
@@ -92,7 +92,7 @@ def install(connect: Connect, host: Callable[[], str], draw: random.Random) -> N
     for name in _TIMED:
         if hasattr(_module(name), "time"):
             _module(name).time = CLOCK
-    _module("checkpoint.root_records").ThreadPoolExecutor = InlinePool
+    _module("checkpoint.root_records").ThreadPoolExecutor = Burst
     flush = _module("daemon.persister.flush")
     flush.ThreadPoolExecutor, flush.threading = Pool, Threading
     _module("daemon.persister.housekeeping").threading = Threading
