@@ -106,7 +106,9 @@ MUTANTS = [
     Mutant("agreement: urgent takes what one node holds", f"{_P}/agreement.py",
            "shared = set.intersection(*(", "shared = set.union(*("),
     Mutant("agreement: a persist step that was skipped is no miss", f"{_P}/agreement.py",
-           "if found is not None and found != search.target and any(", "if False and any("),
+           "not (is_gone and any(", "not (False and any("),
+    Mutant("slots are not looked at while the root is asked", f"{_P}/coordinator.py",
+           "with self._seeker.seeking(self.negotiation.sought):", "with self._seeker.seeking(None):"),
     # persist and commit
     Mutant("the lease is not waited for", f"{_P}/persist.py",
            "if not is_free and now_s - self.since_s < self.expires_s:", "if not is_free and now_s < self.since_s:"),

@@ -95,7 +95,7 @@ def install(connect: Connect, host: Callable[[], str], draw: random.Random) -> N
     _module("checkpoint.root_records").ThreadPoolExecutor = Burst
     flush = _module("daemon.persister.flush")
     flush.ThreadPoolExecutor, flush.threading = Pool, Threading
-    _module("daemon.persister.housekeeping").threading = Threading
+    _module("daemon.persister.housekeeping").threading = _module("daemon.persister.seeker").threading = Threading
     retention = _module("checkpoint.retention")
     retention.threading = Threading
     names = SimpleNamespace(token_hex=lambda count: f"{draw.getrandbits(8 * count):0{2 * count}x}")
@@ -182,6 +182,7 @@ def _persister(host: Callable[[], str]) -> None:
     service, coordinator = _module("daemon.persister.service"), _module("daemon.persister.coordinator")
     service.Wakeup, service.Extensions, service.SessionHistory = Wakeup, _Nothing, _Nothing
     service.metrics.Scrapes = _Nothing
+    _module("shm.acks").ControlView = lambda path: controls[str(path)]
     service.turn_over = lambda _: None
     service.LEAST_S = 0.25  # events that come together make one turn
     service.remove_file = memory.FILES.remove
