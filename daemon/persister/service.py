@@ -39,6 +39,7 @@ from flashckpt.errors import (
     PersistError,
     SharedMemoryError,
 )
+from flashckpt.shm.acks import common_of
 from flashckpt.shm.gc import take_away
 from flashckpt.shm.inventory import Identity, NodeInventory, scan
 from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory
@@ -147,9 +148,9 @@ class Daemon:
         if self.persisting is None or self.persisting.config != config:
             if self.persisting is not None:
                 self.persisting.close()
-            self.persisting = PersistCoordinator(config, self._report_commit, self._messages.send)
+            self.persisting = PersistCoordinator(config, self._report_commit, self._messages.send, self._see)
         self._scrapes.turn(job=config.job, node=config.node)
-        view = scan(self.directory, [record])
+        view = self._see()
         urgent = self._urgent(self.persisting, view, alive=alive)
         with log_context(generation=record.number, step=max(view.complete(), default=(0, 0))[1]):
             self._persist(self.persisting, view, record, urgent=urgent)
@@ -199,6 +200,10 @@ class Daemon:
 
     # -- parts of a turn --------------------------------------------------------------------------------
 
+    def _see(self) -> NodeInventory:
+        record = self._read[1]
+        return scan(self.directory, () if record is None else (record,))
+
     def _records(self) -> tuple[JobConfig | None, Generation | None]:
         """Return the job's records; where one is damaged, as they were when they could last be read.
 
@@ -239,7 +244,10 @@ class Daemon:
         if persisting.flush is None or not persisting.flush.is_begun:
             self.attempts.begin(asked_ns)
         try:
-            persisting.turn(view, record, urgent=urgent, received=self._received(record))
+            received = self._received(record)
+            control = self.directory.control_path
+            common = None if received is None else common_of(control, record.number)  # else it may be out of date
+            persisting.turn(view, record, urgent=urgent, received=received, common=common)
         except (FlashckptError, OSError) as error:
             if self.attempts.failed(error, record.number):
                 persisting.disconnect()

@@ -286,6 +286,10 @@ class ControlView:
         raw = self._read()
         return [ControlRow(raw, index) for index in range((len(raw) - PAGE) // ROW_BYTES)]
 
+    def job_acks(self, generation: int) -> bytes | None:
+        """As `Control.job_acks`; errors as `rows`."""
+        return _read_list(self._read(), _JOB_AT, generation, at_most=_JOB_PAIRS)
+
     @property
     def stop_after(self) -> int:
         """As `Control.stop_after`; errors as `rows`."""

@@ -7,7 +7,7 @@ The choice, the reading of the root, the claim and the emptying of slots are the
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -66,7 +66,7 @@ class Restore:
         """Restore all ranks together, or raise RestoreFailed."""
         job = self.job
         for rank in self.ranks:
-            CLOCK.scheduler.call_as(rank.process, partial(rank.open_memory, len(self.ranks)))
+            _call(rank, partial(rank.open_memory, len(self.ranks)))
         job.write_config(self.ranks)
         CLOCK.scheduler.sleep(0.2)
         try:
@@ -210,13 +210,17 @@ class Restore:
         for rank in self.ranks:
             own = rank.segments.segment
             directory, ranks = rank.node.directory, mates[rank.node.index]
-            CLOCK.scheduler.call_as(
-                rank.process,
-                partial(gather.begin, directory, wanted, rank=rank.rank, ranks=ranks, own=own),
-            )
+            _call(rank, partial(gather.begin, directory, wanted, rank=rank.rank, ranks=ranks, own=own))
             rank.node.has_begun = True
             CLOCK.scheduler.sleep(0.02)
         return wanted
+
+
+def _call(rank: Rank, work: Callable[[], object]) -> None:
+    """Let a rank do something; all of them fail where it is dead, and would wait for it in vain."""
+    if not rank.process.alive:
+        raise RestoreFailed(f"rank {rank.rank} is gone")
+    CLOCK.scheduler.call_as(rank.process, work)
 
 
 def _pin(node: Node, rank: int, identity: SnapshotId) -> Any:

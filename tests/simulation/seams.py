@@ -13,7 +13,7 @@ from typing import Any
 from simulation import memory
 from simulation.clock import CLOCK, Killed, Process
 from simulation.storage import SimStore
-from simulation.threads import InlinePool, Pool, Threading, wakers
+from simulation.threads import Burst, Pool, Threading, wakers
 
 Connect = Callable[[Process], SimStore]
 _TIMED = (
@@ -92,10 +92,10 @@ def install(connect: Connect, host: Callable[[], str], draw: random.Random) -> N
     for name in _TIMED:
         if hasattr(_module(name), "time"):
             _module(name).time = CLOCK
-    _module("checkpoint.root_records").ThreadPoolExecutor = InlinePool
+    _module("checkpoint.root_records").ThreadPoolExecutor = Burst
     flush = _module("daemon.persister.flush")
     flush.ThreadPoolExecutor, flush.threading = Pool, Threading
-    _module("daemon.persister.housekeeping").threading = Threading
+    _module("daemon.persister.housekeeping").threading = _module("daemon.persister.seeker").threading = Threading
     retention = _module("checkpoint.retention")
     retention.threading = Threading
     names = SimpleNamespace(token_hex=lambda count: f"{draw.getrandbits(8 * count):0{2 * count}x}")
@@ -182,6 +182,7 @@ def _persister(host: Callable[[], str]) -> None:
     service, coordinator = _module("daemon.persister.service"), _module("daemon.persister.coordinator")
     service.Wakeup, service.Extensions, service.SessionHistory = Wakeup, _Nothing, _Nothing
     service.metrics.Scrapes = _Nothing
+    _module("shm.acks").ControlView = lambda path: controls[str(path)]
     service.turn_over = lambda _: None
     service.LEAST_S = 0.25  # events that come together make one turn
     service.remove_file = memory.FILES.remove

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from simulation.clock import CLOCK, Fiber, Process
@@ -41,18 +42,22 @@ class Thread:
         del name, daemon
         self._target, self._args = target, args
         self._fiber: Fiber | None = None
+        self._ended = Event()
         self._process = CLOCK.scheduler.process
 
     def start(self) -> None:
         """Begin."""
         assert self._process is not None
-        self._fiber = CLOCK.scheduler.spawn(self._process, lambda: self._target(*self._args))
+        self._fiber = CLOCK.scheduler.spawn(self._process, self._run)
+
+    def _run(self) -> None:
+        self._target(*self._args)
+        self._ended.set()
 
     def join(self, limit_s: float = 1e9) -> None:
         """Wait for its end."""
-        end = CLOCK.scheduler.now + limit_s
-        while self.is_alive() and CLOCK.scheduler.now < end and CLOCK.scheduler.fiber is not None:
-            CLOCK.scheduler.sleep(0.2)
+        if CLOCK.scheduler.fiber is not None:
+            self._ended.wait(limit_s)
 
     def is_alive(self) -> bool:
         """Whether it has not ended."""
@@ -64,10 +69,14 @@ class Event:
 
     def __init__(self) -> None:
         self._is_set = False
+        self._waiting: list[Fiber] = []
 
     def set(self) -> None:
         """Set it."""
         self._is_set = True
+        waiting, self._waiting = self._waiting, []
+        for fiber in waiting:
+            CLOCK.scheduler.wake(fiber)
 
     def clear(self) -> None:
         """Take it back."""
@@ -79,10 +88,19 @@ class Event:
 
     def wait(self, limit_s: float) -> bool:
         """Wait for it."""
-        end = CLOCK.scheduler.now + limit_s
-        while not self._is_set and CLOCK.scheduler.now < end:
-            CLOCK.scheduler.sleep(min(1.0, end - CLOCK.scheduler.now))
+        scheduler = CLOCK.scheduler
+        end, fiber = scheduler.now + limit_s, scheduler.fiber
+        while not self._is_set and scheduler.now < end:
+            assert fiber is not None, "only a fiber waits"
+            self._waiting.append(fiber)
+            scheduler.after(limit_s, lambda: self._late(fiber))
+            scheduler.block()
         return self._is_set
+
+    def _late(self, fiber: Fiber) -> None:
+        if fiber in self._waiting:
+            self._waiting.remove(fiber)
+            CLOCK.scheduler.wake(fiber)
 
 
 class Threading:
@@ -126,8 +144,8 @@ wakers: dict[Process | None, Callable[[], None]] = {}
 """What is to be told when background work of a process has ended."""
 
 
-class InlinePool:
-    """In place of `ThreadPoolExecutor` where all is waited for at once: one after the other."""
+class Burst:
+    """In place of `ThreadPoolExecutor` where all is waited for at once: requests that are under way together."""
 
     def __init__(self, *_: object, **__: object) -> None:
         pass
@@ -139,14 +157,37 @@ class InlinePool:
         pass
 
     def map(self, work: Callable[[Any], Any], items: Any) -> list[Any]:
-        """Do all of it."""
-        return [work(item) for item in items]
+        """Do all of it; raise the first error."""
+        return [one.result() for one in [self.submit(work, item) for item in items]]
 
-    def submit(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Do it."""
-        future: Future[Any] = Future()
+    @staticmethod
+    def submit(work: Callable[..., Any], *arguments: Any) -> Promise:
+        """Begin."""
+        return Promise(partial(work, *arguments))
+
+
+class Promise:
+    """In place of a `Future`: `result` waits for its fiber; where none runs, all is done at once."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work, self._is_over = work, Event()
+        self._found: tuple[Any, Exception | None] = None, None
+        if CLOCK.scheduler.fiber is None:
+            self._do()
+        else:
+            CLOCK.scheduler.spawn(CLOCK.scheduler.fiber.process, self._do)
+
+    def _do(self) -> None:
         try:
-            future.set_result(work(*arguments))
+            self._found = self._work(), None
         except Exception as error:  # noqa: BLE001 -- as the real one
-            future.set_exception(error)
-        return future
+            self._found = None, error
+        self._is_over.set()
+
+    def result(self) -> Any:
+        """Wait for its end."""
+        self._is_over.wait(1e9)
+        found, error = self._found
+        if error is not None:
+            raise error
+        return found
