@@ -131,11 +131,12 @@ def main() -> None:
     sides: dict[int, list[dict[str, float]]] = {0: []} | ({options.standby: []} if options.standby else {})
     rows: list[str] = []
     why, log = "", []
-    for _ in range(options.turns):
-        for standby, found in sides.items():
-            if not why:
-                more, why, log = job(options, standby, end)
-                found.extend(more)
+    for left, (standby, found) in zip(
+        range(options.turns * len(sides), 0, -1), [*sides.items()] * options.turns, strict=True
+    ):
+        more, early, tail = job(options, standby, time.monotonic() + (end - time.monotonic()) / left)
+        found.extend(more)
+        why, log = (early, tail) if early else (why, log)
     for standby, found in sides.items():
         rows += rows_of(options, found, f"--standby {standby}: " if options.standby else "")
     rows[0] += f"; {why}" if why else ""

@@ -38,7 +38,6 @@ RUNTIME = SlowRuntime()
 
 if __name__ == "__main__":
     sys.path.pop(0)  # this folder has modules with the names of others
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # a second thread, and the zygote would be another interpreter
     from flashckpt import faults
     from flashckpt.daemon.launcher import cli
     from flashckpt.daemon.zygote import standby
