@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -39,6 +40,7 @@ def stand_by(sock: socket.socket, agent: int, request: dict[str, Any]) -> dict[s
     """
     adopt_parent(agent)
     os.setsid()
+    held_back = signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the zygote ignores them: none waits here for the rank
     set_title("dlrun-standby", f"dlrun standby for local rank {request['local_rank']}")
     os.environ.clear()
     os.environ.update(request["env"])
@@ -52,6 +54,7 @@ def stand_by(sock: socket.socket, agent: int, request: dict[str, Any]) -> dict[s
         messages.send(sock, {"unfit": problem, "context_s": round(time.monotonic() - began, 3)})
         while (message := messages.receive(sock)) is not None:
             if "argv" in message:
+                signal.pthread_sigmask(signal.SIG_SETMASK, held_back)
                 sock.close()
                 return message
             messages.send(sock, {"unfit": _problem(check)})
@@ -100,11 +103,12 @@ def note_late_variables(path: Path) -> None:
 
     The context of a standby is made before the script runs and would not see it: then no standby may be used.
     """
-    putenv = os.putenv
+    putenv, owner = os.putenv, os.getpid()  # its children choose their devices themselves
 
     def noted(name: Any, value: Any) -> None:
         key, new = os.fsdecode(name), os.fsdecode(value)
-        if key.startswith(READ_BY_CONTEXT) and os.environ.get(key) != new and (key, new) not in _BY_TORCH:
+        is_new = key.startswith(READ_BY_CONTEXT) and os.environ.get(key) != new and (key, new) not in _BY_TORCH
+        if is_new and os.getpid() == owner:
             with contextlib.suppress(OSError):
                 path.write_text(key, encoding="utf-8")
         putenv(name, value)

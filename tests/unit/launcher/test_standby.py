@@ -18,7 +18,7 @@ from support.ranks import wait_for
 
 from flashckpt.daemon.launcher import cli
 from flashckpt.daemon.machine.process import has_ended
-from flashckpt.daemon.zygote import messages, spares, standby
+from flashckpt.daemon.zygote import messages, server, spares, standby
 from flashckpt.daemon.zygote.spares import Spares
 from flashckpt.errors import ConfigError
 
@@ -125,10 +125,14 @@ def test_with_fewer_than_ranks_the_rest_starts_as_usual(node: Node) -> None:
     assert node.restart(FIT) == {0: 100}
 
 
-def test_one_that_is_still_at_its_context_is_ended_by_a_restart(node: Node) -> None:
+def test_one_that_is_still_at_its_context_is_ended_by_a_restart_and_not_counted_as_lost(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "flashckpt.dlrun")
     node.keep()
     assert node.restart() == {}
     assert node.killed == [100]
+    assert [record.message for record in caplog.records] == ["took 0 of 2 ranks from standby"]
 
 
 @pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "PYTORCH_ALLOC_CONF", "LD_PRELOAD"])
@@ -238,8 +242,13 @@ def a_standby(made: Made, runtime: Any, output: Path, **env: str) -> tuple[int, 
     def body(sock: socket.socket) -> None:
         with mock.patch.object(standby, "_runtime", return_value=runtime):
             os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), 2)
+            for signum in server.SHIELDED:  # as in the zygote
+                signal.signal(signum, signal.SIG_IGN)
+            signal.pthread_sigmask(signal.SIG_BLOCK, server.SHIELDED)
             message = standby.stand_by(sock, parent, request_of(3, **env))
-            output.write_text(json.dumps([message["argv"], os.environ["MASTER_PORT"], os.getsid(0) == os.getpid()]))
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+            found = [message["argv"], os.environ["MASTER_PORT"], blocked == {*server.SHIELDED}]
+            output.write_text(json.dumps([*found, os.getsid(0) == os.getpid(), [*signal.sigpending()]]))
             os._exit(0)
 
     return child(made, body)
@@ -272,9 +281,10 @@ def test_it_makes_the_context_of_its_device_and_becomes_a_rank_when_it_is_told_t
     assert (tmp_path / "log").read_text() == "1\n"  # local rank 3 of a machine with two devices
     messages.send(sock, {"check": 3})
     assert messages.receive(sock) == FIT
+    os.kill(pid, signal.SIGUSR1)  # of a scheduler, to every process of the job
     messages.send(sock, {"argv": ["x.py"]})
     assert os.waitpid(pid, 0)[1] == 0
-    assert json.loads((tmp_path / "out").read_text()) == [["x.py"], "1", True]
+    assert json.loads((tmp_path / "out").read_text()) == [["x.py"], "1", True, True, []]
 
 
 def test_a_device_that_fails_is_answered_at_once_and_when_it_is_asked_again(tmp_path: Path, made: Made) -> None:
@@ -321,6 +331,10 @@ def test_a_variable_that_the_script_changes_and_a_context_reads_is_noted(tmp_pat
         os.environ["OTHER"] = "y"
         os.environ["CUDA_DEVICE_ORDER"] = "x"
         os.environ["CUDA_MODULE_LOADING"] = "LAZY"  # torch's own
+        if os.fork() == 0:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a worker of a loader
+            os._exit(0)
+        os.wait()
         (tmp_path / "before").write_text(str((tmp_path / "late").exists()))
         os.environ["CUDA_VISIBLE_DEVICES"] = "1"
         os._exit(0 if os.environ["CUDA_VISIBLE_DEVICES"] == "1" else 2)
