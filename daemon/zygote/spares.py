@@ -117,7 +117,7 @@ class Spares:
         if not self.given_up:
             self.given_up = reason
             self._end([*self._spares])
-            _log.warning("no standby processes any more, restarts make their contexts anew: %s", reason)
+            _log.warning("no standby processes any more, restarts make their contexts themselves: %s", reason)
 
     def take(self, workers: list[Request]) -> list[int]:
         """Return the local ranks whose standby fits and answers; `go` lets them run. Those that are not ready are ended.

@@ -103,11 +103,11 @@ def note_late_variables(path: Path) -> None:
 
     The context of a standby is made before the script runs and would not see it: then no standby may be used.
     """
-    putenv, owner = os.putenv, os.getpid()  # its children choose their devices themselves
+    putenv, owner, given = os.putenv, os.getpid(), dict(os.environ)  # its children choose their devices themselves
 
     def noted(name: Any, value: Any) -> None:
         key, new = os.fsdecode(name), os.fsdecode(value)
-        is_new = key.startswith(READ_BY_CONTEXT) and os.environ.get(key) != new and (key, new) not in _BY_TORCH
+        is_new = key.startswith(READ_BY_CONTEXT) and given.get(key) != new and (key, new) not in _BY_TORCH
         if is_new and os.getpid() == owner:
             with contextlib.suppress(OSError):
                 path.write_text(key, encoding="utf-8")

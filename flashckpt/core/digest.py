@@ -34,7 +34,7 @@ def chunk_count(nbytes: int) -> int:
 
 def chunk_digests(view: Any) -> np.ndarray:
     """Return np.uint64[chunk_count], one digest per CHUNK_BYTES of one shard's bytes; the last chunk may be short."""
-    import numpy as np  # starts threads, unless told otherwise, and dlrun must have one when it forks its zygote
+    import numpy as np  # starts threads where no variable forbids it, and dlrun must have one when it forks its zygote
 
     raw = memoryview(view)
     if not raw.nbytes:  # cannot be cast

@@ -162,7 +162,7 @@ def test_three_lost_in_a_row_are_said_once_and_no_more_are_made(node: Node, capl
         node.keep(1)
     assert node.made == [0, 0, 0]
     (said,) = [record.message for record in caplog.records]
-    assert said.endswith("anew: 3 times in a row the standby for local rank 0 died")
+    assert said.endswith("themselves: 3 times in a row the standby for local rank 0 died")
 
 
 def test_a_restart_that_loses_all_of_them_for_the_third_time_gives_them_up(made: Made, monkeypatch: Any) -> None:
@@ -266,6 +266,7 @@ class Runtime:
 
     def synchronize(self, index: int) -> None:
         if self.fails == "hangs":
+            self.path.touch()
             signal.pause()
         if self.fails and self.path.exists() == (self.fails == "later"):
             raise RuntimeError("device lost\nand more")
@@ -352,16 +353,16 @@ def test_what_standby_does_not_go_with_is_refused(words: list[str]) -> None:
         cli._standbys(args)
 
 
-def test_a_standby_dies_with_dlrun(tmp_path: Path, made: Made) -> None:
+def test_a_standby_dies_with_dlrun_even_in_its_device(tmp_path: Path, made: Made) -> None:
     def agent(to_test: socket.socket) -> None:
-        pid, sock = a_standby(made, Runtime(tmp_path / "log"), tmp_path / "out")
-        messages.receive(sock)
+        pid, _ = a_standby(made, Runtime(tmp_path / "log", "hangs"), tmp_path / "out")
         messages.send(to_test, {"pid": pid})
         signal.pause()
 
     pid, sock = child(made, agent)
     found = messages.receive(sock)
     assert found is not None
+    wait_for((tmp_path / "log").exists, what="its device, which hangs")
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     wait_for(lambda: has_ended(found["pid"]), what="the end of the standby")
