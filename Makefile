@@ -11,7 +11,7 @@ export OPENBLAS_NUM_THREADS ?= 1
 # The tests start hundreds of interpreters: each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: fuzz soak help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-trainer test-layouts test-nodes test-mounts test-nfs test-hdfs test-restarts docs changelog hooks test-pythons test-blocks test-frameworks test-hub test-wandb compatibility test-slurm test-torch-versions test-native-sanitized test-native-arm gpu gpu-wheels test-wheel test-programs size simulate mutants
+.PHONY: fuzz soak help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-trainer test-layouts test-nodes test-mounts test-nfs test-hdfs test-restarts docs changelog hooks test-pythons test-blocks test-frameworks test-hub test-wandb compatibility test-slurm test-torch-versions test-native-sanitized test-native-arm test-device gpu gpu-wheels test-wheel test-programs size simulate mutants
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -145,6 +145,10 @@ test-layouts: setup  ## every layout trains and scores as one process does, and 
 PROGRAM_TESTS := $(addprefix tests/integration/programs/programs_,$(addsuffix .py,examples benchmarks bench dlrover packaging pages plugins)) tests/integration/s3/daemon_s3.py tests/integration/s3/store_outages.py
 test-programs: setup  ## what a user installs and starts: examples, plug-ins, the wheel's content, benchmarks; a daemon whose S3 server fails
 	$(BIN)/python -m pytest $(SHARED) --workers $(WORKERS) $(PROGRAM_TESTS)
+
+# One process: a fork has none of the threads that are the device's streams.
+test-device: setup  ## the path through an accelerator, on one that is emulated: every wait left out in turn is found (a C++ compiler)
+	$(BIN)/python -m pytest -rP tests/integration/device/device_controls.py
 
 test-nodes: setup  ## many nodes as network namespaces: dead nodes, cut links, stops (root)
 	$(BIN)/python -m pytest $(SHARED) tests/integration/nodes/nodes.py tests/integration/nodes/nodes_trainer.py tests/integration/nodes/nodes_restore.py tests/integration/nodes/nodes_replicas.py tests/integration/nodes/nodes_benchmarks.py

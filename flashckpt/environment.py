@@ -168,6 +168,13 @@ class Environment:
         "/dev/shm",  # noqa: S108 -- tmpfs on purpose
         kind="a folder",
     )
+    FLASHCKPT_LOCKED_MB = _number(
+        "rank",
+        "Most MB that a rank page-locks for its slots; larger ones are filled through four blocks of 16 MiB. Not set: a "
+        "quarter of the machine's memory, shared by its ranks.",
+        None,
+        0,
+    )
     FLASHCKPT_JOB_ID = _matching(
         "rank",
         "Name of the job, by which a restart finds its memory; dlrun sets it to `--rdzv-id` where that is given.",

@@ -119,20 +119,15 @@ def unfit() -> str:
     threads = thread_count()
     if threads != 1:
         return f"{threads} threads after the imports, 1 expected"
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        return "an import has started CUDA"
-    if torch is not None and _cuda_fails_in_a_fork(torch):
-        return "an import has asked CUDA for its devices"
+    if "torch" in sys.modules:
+        from flashckpt import accelerator  # imports torch
+
+        kind, _ = accelerator.in_use()
+        if kind:
+            return f"an import has started the accelerator ({kind})"
+        if accelerator.fails_in_a_fork():
+            return "an import has asked the accelerator for its devices"
     return ""
-
-
-def _cuda_fails_in_a_fork(torch: Any) -> bool:
-    """Ask a fork of this process, since torch says it nowhere else: counting devices is enough to spoil them."""
-    pid = os.fork()
-    if pid == 0:
-        os._exit(1 if torch.cuda._is_in_bad_fork() else 0)  # noqa: SLF001 -- what torch asks itself before it raises
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0
 
 
 def changed_at_import(before: dict[str, str], now: dict[str, str], prefixes: tuple[str, ...] = IMPORT_TIME) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from flashckpt import collectives
+from flashckpt import accelerator, collectives
 from flashckpt.core.settings import Settings, tracking_settings
 from flashckpt.environment import env
 from flashckpt.errors import ConfigError
@@ -117,6 +117,7 @@ class Checkpointer:
         self._session: Session | None = None
         self._hooks: list[Any] = []
         self._untracked: UntrackedOptimizers | None = None
+        self._is_captured = False  # whether an optimizer steps in a graph
 
     # -- what is tracked ---------------------------------------------------------------------------------
 
@@ -301,6 +302,8 @@ class Checkpointer:
         self._alive().step(step, samples, persist=persist)
         if self._untracked is not None and self._untracked.others:
             self._untracked.check()
+        if self._is_captured:
+            self.fence()
 
     def fence(self) -> None:
         """Return when parameters and optimizer state may be changed. Tracked optimizers call it automatically."""
@@ -308,7 +311,10 @@ class Checkpointer:
             self._session.fence()
 
     def _before_optimizer_step(self, *_: object) -> None:
-        if self._session is not None:
+        if accelerator.is_capturing():
+            # a replay calls no hook: from now on what follows step() waits for its copies, on the device
+            self._is_captured = True
+        elif self._session is not None:
             self._session.before_optimizer_step()
 
     @property

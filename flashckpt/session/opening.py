@@ -41,6 +41,7 @@ from flashckpt.shm.persister_owner import OwnerThread, PersisterOwner
 from flashckpt.shm.private import remove_file
 from flashckpt.snapshot import segments
 from flashckpt.snapshot.copy_plan import CopyPlan
+from flashckpt.snapshot.staging import BLOCK_BYTES, BLOCKS
 from flashckpt.state import replication, samplers
 from flashckpt.state.registry import StateRegistry
 from flashckpt.state.state_layout import MemoryNeed, StateLayout, need_of
@@ -167,10 +168,12 @@ class Opening:
     def _say(self, slots: int, need: MemoryNeed, *, ranks: int) -> None:
         fallback = " (3 did not fit)" if slots < 3 and self.settings.slot_count is None else ""
         total = need.slot_bytes * slots * ranks
+        pin_for = self.memory.pin_for
         notice(
             _logger,
-            "snapshots: %d slots%s of %.1f MB for each of %d ranks, about %.1f MB of this node's memory, in %s; copied by: %s%s",
+            "snapshots: %d slots%s of %.1f MB for each of %d ranks, about %.1f MB of this node's memory, in %s; copied by: %s%s%s",
             slots, fallback, need.slot_bytes / 1e6, ranks, total / 1e6, self.directory.path, implementation(),
+            "" if pin_for is None else f"; page-locked for each rank: {locked(slots * need.data_bytes)}",
             "; with two slots snapshots are skipped while a checkpoint is being written" if slots == 2 else "",
             is_shown=self.tracked.world.rank == 0,
         )  # fmt: skip
@@ -193,6 +196,13 @@ class Opening:
                     "the id of job %s is now %s: to restore from the memory under its old id, start once with FLASHCKPT_JOB_ID=%s; flashckpt gc frees that memory",
                     old, settings.job, old,
                 )  # fmt: skip
+
+
+def locked(slot_bytes: int) -> str:
+    """Say what a rank page-locks for copies from its device, for slots of so many bytes together."""
+    if segments.locks_slots(slot_bytes):
+        return f"its slots, {slot_bytes / 1e6:.1f} MB"
+    return f"at most {BLOCKS * BLOCK_BYTES / 1e6:.1f} MB of staging buffers"
 
 
 Callback = Callable[[str], Callable[..., object] | None]

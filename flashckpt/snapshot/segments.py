@@ -16,6 +16,7 @@ import numpy as np
 
 from flashckpt import accelerator
 from flashckpt.core.snapshot_id import SnapshotId, SnapshotRequest
+from flashckpt.environment import env
 from flashckpt.errors import ConfigError, DamagedError, FlashckptError, FormatVersionError, SharedMemoryError
 from flashckpt.logs import guarded
 from flashckpt.planning.slot_policy import choose_slot
@@ -33,7 +34,7 @@ class Reservation:
     """A segment, and what of it may be written already.
 
     Args:
-        pin_for: Index of the CUDA device to page-lock the slots for, or None.
+        pin_for: Index of the device to page-lock the slots for, or None.
 
     Attributes:
         segment: None while it is still to be made, and after the end.
@@ -78,6 +79,8 @@ class Reservation:
     def _reserve(self, segment: Segment) -> None:
         view: Any = np.frombuffer(segment.buffer, np.uint8)
         address, spec = int(view.ctypes.data), segment.spec
+        if not locks_slots(spec.slots * spec.data_capacity):
+            self._pin_for = None
 
         def note(nbytes: int) -> None:
             """Page-lock each slot as soon as it is reserved: the first snapshot waits for no other slot."""
@@ -95,7 +98,9 @@ class Reservation:
         if accelerator.register(address, nbytes, index=self._pin_for):
             self._page_locked.append((address, self._pin_for))
         else:
-            _log.warning("the snapshots' memory could not be page-locked: copies from the device are slower")
+            _log.warning(
+                "the snapshots' memory could not be page-locked: copies from the device go through staging buffers"
+            )
             self._pin_for = None  # the limit that refused this slot refuses the others
 
     def unreserved(self) -> set[int]:
@@ -138,6 +143,15 @@ _LET_GO_S = 2.0
 """How long a killed process may take to give its locks back."""
 
 
+def locks_slots(nbytes: int) -> bool:
+    """Whether a rank page-locks its slots: where the device can use them so, and they are no large part of the machine's memory."""
+    most = env.FLASHCKPT_LOCKED_MB
+    if most is not None:
+        return accelerator.registers() and nbytes <= most * 1_000_000
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return accelerator.registers() and nbytes <= memory // 4 // env.LOCAL_WORLD_SIZE
+
+
 class RankSegments:
     """The segments of one rank: one it writes, and older ones that the daemon retires.
 
@@ -145,11 +159,11 @@ class RankSegments:
         directory: Of the job on this node.
         root_digest: Ties segments to the root.
         rank: Global rank.
-        pin_for: Index of the CUDA device to page-lock the slots for, or None.
+        pin_for: Index of the device to page-lock the slots for, or None.
     """
 
     def __init__(self, directory: JobDirectory, *, root_digest: int, rank: int, pin_for: int | None = None) -> None:
-        self._directory, self._root_digest, self._rank, self._pin_for = directory, root_digest, rank, pin_for
+        self._directory, self._root_digest, self._rank, self.pin_for = directory, root_digest, rank, pin_for
         self._reservation = Reservation(pin_for=pin_for)
         self._coming: MemoryNeed | None = None
         self._waits = False  # for `use`
@@ -232,7 +246,7 @@ class RankSegments:
         self.release()
         adopted = self.own_existing(need)
         segment = adopted if adopted is not None else self._create(need, slots, job)
-        self._reservation = Reservation(pin_for=self._pin_for)
+        self._reservation = Reservation(pin_for=self.pin_for)
         self._reservation.segment = segment
         self._waits = is_opening and adopted is not None and need.slot_bytes > SMALL_SLOT_BYTES
         if not self._waits:
@@ -258,7 +272,7 @@ class RankSegments:
         The segment before is given up there, and removed if it never held a snapshot. What `open` raises is raised by
         the next question for a slot. Not while a snapshot is being written.
         """
-        before, coming = self._reservation, Reservation(pin_for=self._pin_for)
+        before, coming = self._reservation, Reservation(pin_for=self.pin_for)
         before.stop.set()
         self._reservation, self._coming = coming, need
         self._replace_again = partial(self.replace, need, slots=slots, job=job)

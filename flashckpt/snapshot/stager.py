@@ -29,7 +29,15 @@ from flashckpt.snapshot.copy import (
 )
 from flashckpt.snapshot.copy_plan import CopyPlan
 from flashckpt.snapshot.device import DeviceCopier
-from flashckpt.snapshot.runs import CoreTime, Crowding, Offer, digest_in_slot, places_of
+from flashckpt.snapshot.runs import (
+    CoreTime,
+    Crowding,
+    Offer,
+    digest_arrivals,
+    digest_in_slot,
+    digest_threads,
+    places_of,
+)
 from flashckpt.snapshot.witness import Counts, FiniteWatch, Witness, counter_path
 from flashckpt.state.structure import Captured, ValuesRead
 
@@ -277,7 +285,13 @@ class Stager:
         plan.unfenced_runs.check_forms()
         plan.runs.check_forms()
         snapshot.digests = digests = np.zeros(plan.layout.table.chunks, np.uint64)
-        snapshot.batches = self._lanes.enqueue(plan.device, buffer, snapshot.marks) if plan.uses_device else []
+        if plan.uses_device:
+            snapshot.batches = self._lanes.enqueue(
+                plan.device,
+                buffer,
+                snapshot.marks,
+                arrived=lambda items: digest_in_slot(places_of(items), buffer, digests),
+            )
         plan.runs.copy_and_digest(buffer, digests, snapshot.offer)
         for item in plan.others:
             copy_item(item, buffer)
@@ -286,6 +300,7 @@ class Stager:
             snapshot.check()
         snapshot.copied_s = time.perf_counter()
         snapshot.copied.set()
+        snapshot.offer.end()  # a fence that came first waits for it: nothing to take part in may come any more
 
     def _conclude(self, snapshot: Snapshot) -> None:
         """Digest what lies in the slot only, and make the snapshot COMPLETE."""
@@ -293,8 +308,8 @@ class Stager:
         assert digests is not None
         digest_in_slot(plan.digested_later, buffer, digests)
         if plan.uses_device:
-            for items in self._lanes.arrivals(snapshot.batches, buffer):
-                digest_in_slot(places_of(items), buffer, digests)
+            arrivals = self._lanes.arrivals(snapshot.batches, buffer)
+            snapshot.cpu_s += digest_arrivals(arrivals, buffer, digests, threads=digest_threads())
             if names := self._lanes.changed(snapshot.marks, buffer):
                 raise fence_error(names, snapshot.request.id.step, found=UNCOUNTED)
         snapshot.check()

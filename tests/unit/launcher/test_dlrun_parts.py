@@ -486,7 +486,7 @@ def test_process_that_has_counted_its_gpus_is_not_fit_to_be_forked() -> None:
     )
     environment = {**os.environ, **dict.fromkeys(server.ONE_THREAD, "1")}
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    assert output.stdout.strip() == "['', 'an import has asked CUDA for its devices']"
+    assert output.stdout.strip() == "['', 'an import has asked the accelerator for its devices']"
 
 
 def test_messages_keep_bytes_that_are_not_utf8_and_end_with_the_peer() -> None:
