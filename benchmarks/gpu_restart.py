@@ -130,7 +130,8 @@ def main() -> None:
     end, load = end_of(options.seconds) - 1, LoadWatch()
     sides: dict[int, list[dict[str, float]]] = {0: []} | ({options.standby: []} if options.standby else {})
     rows: list[str] = []
-    why, log = "", []
+    log: list[str] = []
+    why = ""
     for left, (standby, found) in zip(
         range(options.turns * len(sides), 0, -1), [*sides.items()] * options.turns, strict=True
     ):
