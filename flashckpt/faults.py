@@ -55,6 +55,9 @@ CRASH_POINTS: dict[str, str] = {
     # generation claim
     "generation.before-claim": "number chosen, nothing written",
     "generation.after-claim": "number claimed on the root, not known to the node",
+    # dlrun's agent: ranks from standby processes
+    "standby.before-go": "standby processes were asked and have answered, none of them is a rank",
+    "standby.after-go": "standby processes run the script, their agent has not noted them as its workers",
     # daemon
     "persist.before-intent": "candidate pinned, intent not written",
     "persist.after-intent": "intent written, no data",

@@ -185,7 +185,10 @@ class DlrunAgent(LocalElasticAgent):
         if not rows:
             return None
         self._pace.see(time.monotonic(), max(row.step for row in rows))
-        if any(row.first_step for row in rows):
+        if self._options.standbys:
+            if self._has_begun(rows) and not self._stop.is_under_way:
+                context.keep_standbys(self._watch.agent_dir)
+        elif any(row.first_step for row in rows):
             context.rehearse(self._options.warm)
         self._reporter.tick(rows)
         limit_s = hang.timeout_s(self._pace.step_s, self._options.hang_s)
@@ -309,6 +312,7 @@ class DlrunAgent(LocalElasticAgent):
             args,
             scripts=scripts,
             survivors_s=self._options.survivors_s,
+            standbys=self._options.standbys,
             zygote=self._zygote,
             **rest,
         )

@@ -69,6 +69,7 @@ class WorkerContext(PContext):
         scripts: Per local rank, what a forked worker runs; None spawns `entrypoint` with `args`.
         survivors_s: Seconds between SIGTERM and SIGKILL for the ranks left after a failure; 0 kills at once.
         cpus: Per local rank, the processors to bind to, and so the memory beside them.
+        standbys: How many processes are to be ready for the next generation.
         kwargs: The arguments of torch's PContext.
     """
 
@@ -79,11 +80,12 @@ class WorkerContext(PContext):
         scripts: dict[int, ScriptCommand] | None,
         survivors_s: float = 0.0,
         cpus: dict[int, list[int]] | None = None,
+        standbys: int = 0,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self._zygote, self._scripts = zygote, scripts
-        self._survivors_s, self._cpus = survivors_s, cpus or {}
+        self._survivors_s, self._cpus, self._standbys = survivors_s, cpus or {}, standbys
         self._workers: dict[int, _WorkerProcess] = {}
         self._result: RunProcsResult | None = None
         self._closed = False
@@ -131,8 +133,16 @@ class WorkerContext(PContext):
         if target := asked or (TRAINER_REHEARSAL.get(script.argv[0], "") if script.module else ""):
             self._zygote.rehearse(target, self._request(first, script), is_asked=bool(asked))
 
+    def keep_standbys(self, agent_dir: Path) -> None:
+        """Let the zygote have processes ready for the next generation; to be called again and again while all ranks train."""
+        scripts = self._scripts
+        if scripts and self.forked:
+            count, late = min(self._standbys, self.nprocs), agent_folder.late_variable(agent_dir)
+            self._zygote.keep_standbys(count, lambda rank: self._request(rank, scripts[rank]), late=late)
+
     def _request(self, local_rank: int, script: ScriptCommand) -> dict[str, Any]:
         environment = self.envs[local_rank]
+        folder = environment.get("FLASHCKPT_AGENT_DIR", "")
         return {
             "argv": list(script.argv),
             "module": script.module,
@@ -143,6 +153,7 @@ class WorkerContext(PContext):
             "cpus": self._cpus.get(local_rank),
             "error_file": environment.get("TORCHELASTIC_ERROR_FILE", ""),
             "stacks_file": environment.get("FLASHCKPT_STACKS_FILE", ""),
+            "late_file": f"{folder}/{agent_folder.LATE}" if self._standbys and folder else "",
         }
 
     def _spawn(self, local_rank: int) -> int:

@@ -26,6 +26,7 @@ class AgentOptions:
         min_nodes: Fewest nodes the job runs on.
         node_unit: The job runs on multiples of this many nodes; the others wait.
         warm: module:function that a copy of the zygote calls for the workers of the next generation.
+        standbys: Processes of this node that make their contexts ahead of a restart.
     """
 
     job: str = ""
@@ -40,6 +41,7 @@ class AgentOptions:
     min_nodes: int = 1
     node_unit: int = 1
     warm: str = ""
+    standbys: int = 0
 
 
 @dataclass(kw_only=True)

@@ -2,7 +2,8 @@
 
 A request (a JSON object from dlrun) holds: `argv` (script or module, then its arguments), `module`
 (run as `python -m`), `env` (the whole environment), `stdout` and `stderr` (a file, or "" for dlrun's
-own), `local_rank`, `cpus` (affinity, or null), `error_file`, `stacks_file`.
+own), `local_rank`, `cpus` (affinity, or null), `error_file`, `stacks_file`, `late_file` (see
+`standby.note_late_variables`, or "").
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 
 from flashckpt.daemon.machine import numa
 from flashckpt.daemon.machine.process import set_title
+from flashckpt.daemon.zygote.standby import note_late_variables
 from flashckpt.environment import env
 from flashckpt.errors import FlashckptError
 from flashckpt.nonfatal import NonfatalFile, nonfatal_text, report_lost
@@ -56,7 +58,8 @@ def run_worker(request: dict[str, Any]) -> int:
 
 
 def _become_fresh(request: dict[str, Any]) -> None:
-    os.setsid()  # its own process group: killed as a whole, with the children it forks
+    if os.getsid(0) != os.getpid():  # a standby has done so
+        os.setsid()  # its own process group: killed as a whole, with the children it forks
     for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -76,6 +79,8 @@ def _become_fresh(request: dict[str, Any]) -> None:
     _reseed()
     faulthandler.enable(all_threads=True)
     register_stacks(request.get("stacks_file", ""))
+    if request.get("late_file"):
+        note_late_variables(Path(request["late_file"]))
 
 
 def _redirect(fd: int, name: str, path: str, reports: int | None) -> None:

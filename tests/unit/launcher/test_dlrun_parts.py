@@ -460,6 +460,14 @@ def test_changed_import_time_variable_is_named() -> None:
     assert server.changed_at_import({"PYTHONPATH": "x"}, {}) == "PYTHONPATH"
 
 
+def test_dlrun_has_one_thread_when_it_begins_whatever_the_user_says_of_threads() -> None:
+    """numpy starts others at its import: the zygote would be a second interpreter, which imports all of torch again."""
+    code = "import os, flashckpt.daemon.launcher.cli\nprint(len(os.listdir('/proc/self/task')))"
+    chosen = {name: value for name, value in os.environ.items() if name not in server.ONE_THREAD}
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=chosen).stdout
+    assert output.strip() == "1"
+
+
 def test_process_with_a_second_thread_is_not_fit_to_be_forked() -> None:
     code = (
         "import threading, time\nfrom flashckpt.daemon.zygote import server as zygote\nbefore = zygote.unfit()\n"
