@@ -255,9 +255,13 @@ def collect(
             asked[local_rank] = log_size(files[local_rank])
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, STACKS_SIGNAL)
-    end = time.monotonic() + wait_s
-    while time.monotonic() < end and any(not _whole(files[rank], start) for rank, start in asked.items()):
-        time.sleep(0.02)
+    end, before = time.monotonic() + wait_s, dict[int, int]()
+    while time.monotonic() < end and asked:
+        now = {rank: log_size(files[rank]) for rank in asked}
+        if now == before and all(_whole(files[rank], start) for rank, start in asked.items()):
+            break  # nothing was added meanwhile: the main thread comes last
+        before = now
+        time.sleep(0.005)
     return {rank: stack for rank, start in asked.items() if (stack := parse_stack(_read(files[rank], start)))}
 
 
