@@ -56,6 +56,7 @@ MOST_BYTES = 60_000
 _MOST_TEXT, _MOST_TRACE, _MOST_FRAMES, _MOST_RANKS = 300, 3000, 12, 64
 _PLACES = (
     (re.compile(r"^(_exitfunc|_run_exitfuncs|_shutdown|excepthook) \(|\(.*/(traceback|linecache|atexit)\.py:"), ENDING),
+    (re.compile(r"^(_report|_write_error|write_error) \(.*/zygote/worker\.py"), ENDING),
     (
         re.compile(r"^(init_process_group|new_group|_create_c10d_store|_store_based_barrier) \(.*/torch/distributed/"),
         START,
@@ -194,10 +195,11 @@ def doing(stack: Sequence[str], kernel: str = "") -> str:
 
     A frame that is known decides; the innermost one of another program is named as it is.
     """
-    if kernel.startswith("state T"):
-        return STOPPED
-    if kernel.startswith("state D"):
-        return DISK
+    word = STOPPED if kernel.startswith("state T") else _by_stack(stack, kernel)
+    return DISK if kernel.startswith("state D") and word not in WAITS else word
+
+
+def _by_stack(stack: Sequence[str], kernel: str) -> str:
     for frame in stack:
         if (match := _COLLECTIVE.match(frame)) and match[1] in COLLECTIVES:
             return match[1]

@@ -51,7 +51,7 @@ from flashckpt.daemon.launcher.way_back import way_back
 from flashckpt.daemon.machine.process import become_subreaper
 from flashckpt.daemon.zygote.client import ZygoteClient
 from flashckpt.environment import env
-from flashckpt.errors import FINAL_CODES, PASSING_CODES, LayoutError
+from flashckpt.errors import FINAL_CODES, PASSING_CODES, FlashckptError, LayoutError
 from flashckpt.shm import agent_folder, job_key
 from flashckpt.shm.control import ControlRow
 
@@ -394,7 +394,9 @@ class DlrunAgent(LocalElasticAgent):
             return
         try:
             self._restart_workers(group)
-        except RefusedError:
+        except RendezvousConnectionError:
+            raise  # there is no store to read accounts from; see run
+        except (RendezvousError, FlashckptError):
             self._conclude(others, restarts=False)
             raise
         self._conclude(others, restarts=True)

@@ -48,7 +48,8 @@ _KERNEL = (
     (
         "machine",
         re.compile(
-            r"NVRM: Xid|Machine Check Exception|uncorrect\w* .*error|EDAC .*\bUE\b|AER: .*(?<!non-)fatal", re.IGNORECASE
+            r"NVRM: Xid|Machine Check Exception|uncorrected .*error|uncorrectable .*error|EDAC .*\bUE\b|PCIe Bus Error: .*\(fatal",
+            re.IGNORECASE,
         ),
     ),
     (
@@ -224,7 +225,7 @@ def _of_wait(accounts: Mapping[int, NodeAccount], *, is_hang: bool, echoes: Sequ
     ranks = [(one, rank) for one in accounts.values() for rank in one.every()]
     timed_out = any(_TIMED_OUT.search(rank.error) for _, rank in ranks if rank.is_echo)
     kind = "hang" if is_hang or timed_out else "failure"
-    if (odd := _outsider(ranks)) is not None:
+    if kind == "hang" and (odd := _outsider(ranks)) is not None:
         node, rank = odd
         what = f"in {rank.doing}" if rank.doing else "gave no sign"
         waited = "the others waited for it" if len(ranks) > 1 else "it made no progress"

@@ -242,16 +242,20 @@ class WorkerContext(PContext):
         awake = {worker.local_rank: worker.pid for worker in left if not is_stopped(worker.pid)}
         files = {rank: Path(self.envs[rank].get("FLASHCKPT_STACKS_FILE", "")) for rank in awake}
         stacks = hang.collect(awake, files, wait_s=_STACKS_S) if awake else {}
-        return [
-            hang.RankState(
-                rank=int(self.envs[worker.local_rank].get("RANK", worker.local_rank)),
-                pid=worker.pid,
-                step=-1,
-                stack=stacks.get(worker.local_rank, ()),
-                kernel="" if worker.local_rank in stacks else hang.kernel_state(worker.pid),
+        found = []
+        for worker in left:
+            trace = read_error(self.error_files.get(worker.local_rank, ""))[1]  # it lost its peer, and is about to end
+            stack = hang.frames_of(trace) or stacks.get(worker.local_rank, ())
+            found.append(
+                hang.RankState(
+                    rank=int(self.envs[worker.local_rank].get("RANK", worker.local_rank)),
+                    pid=worker.pid,
+                    step=-1,
+                    stack=stack,
+                    kernel="" if stack else hang.kernel_state(worker.pid),
+                )
             )
-            for worker in left
-        ]
+        return found
 
     def abort(self) -> None:
         """Kill every worker of a group that hangs."""

@@ -30,7 +30,7 @@ from flashckpt.daemon.launcher.account import NodeAccount, RankAccount
 from flashckpt.daemon.launcher.classify import LostNode
 from flashckpt.daemon.launcher.context import WorkerContext
 from flashckpt.daemon.launcher.failure import FailureReport, WorkerExit
-from flashckpt.daemon.launcher.hang import RankState
+from flashckpt.daemon.launcher.hang import RankState, frames_of
 from flashckpt.daemon.launcher.stop import Group, KeyValueStore
 from flashckpt.daemon.launcher.watch import JobWatch
 from flashckpt.daemon.machine.kernel_log import KernelLog, Links, device_errors
@@ -46,6 +46,8 @@ _POLL_S = 0.05
 _LOOK_S = 1.0
 _KEY, _PERSISTER = "flashckpt/account", "flashckpt/persister"
 _FACTS = re.compile(r"NCCL_|GLOO_|CUDA_|TORCH_|NVIDIA_|PYTHONPATH$|LD_LIBRARY_PATH$|OMP_NUM_THREADS$")
+_DEVICE, _CRASHES = re.compile(r"cuda|nccl|device", re.IGNORECASE), (-4, -6, -7, -8, -11)
+"""What makes it worth a second to ask the devices."""
 _LOCAL = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES")
 """Variables that may differ from node to node."""
 _GONE = (RuntimeError, ValueError, TypeError, KeyError, TimeoutError)  # the store's host is gone
@@ -107,19 +109,29 @@ class Incidents:
         ]
         what = "lost the connection to another node" if report.elsewhere else report.cause
         first = next(one for one in ranks if one.rank == report.first.rank)
-        self._note(said.FAILED, report.first.at_ns / 1e9, ranks, first=first.rank, what=what)
+        asks = _DEVICE.search(f"{first.error}\n{first.trace}") or first.code in _CRASHES
+        self._note(said.FAILED, report.first.at_ns / 1e9, ranks, first=first.rank, what=what, devices=bool(asks))
 
     @_harmless
     def hangs(self, states: Sequence[RankState], rows: Sequence[Any], suspect: int, what: str) -> None:
         """Note that ranks made no progress; `suspect` is -1 where none differs from the others."""
-        self._note(said.HANG, time.time(), _ranks_of(states, rows), first=suspect, what=what)
+        self._note(said.HANG, time.time(), _ranks_of(states, rows), first=suspect, what=what, devices=True)
 
     @_harmless
     def leaves(self, states: Sequence[RankState], rows: Sequence[Any]) -> None:
         """Note that the ranks ran, and are restarted because other nodes wait."""
         self._note(said.LEFT, time.time(), _ranks_of(states, rows))
 
-    def _note(self, kind: str, at_s: float, ranks: Sequence[RankAccount], *, first: int = -1, what: str = "") -> None:
+    def _note(
+        self,
+        kind: str,
+        at_s: float,
+        ranks: Sequence[RankAccount],
+        *,
+        first: int = -1,
+        what: str = "",
+        devices: bool = False,
+    ) -> None:
         self._own = NodeAccount(
             node=0,
             host=socket.gethostname(),
@@ -129,7 +141,7 @@ class Incidents:
             what=what.splitlines()[0] if what else "",
             ranks=tuple(pack(one) for one in ranks),
             kernel=tuple(self._kernel.fresh()),
-            devices=(*self._links.changed(), *device_errors()),
+            devices=(*self._links.changed(), *(device_errors() if devices else ())),
             persister=self._watch.persister_problem(),
             facts=facts(),
         )
@@ -292,8 +304,14 @@ def _rank(
         error=timed_out or _last_line(item.summary),
         trace=trace[-3000:] if report is not None else "",
         is_echo=item.is_echo or bool(timed_out),
-        doing=said.TIMEOUT if timed_out else said.LOST if item.is_echo else "",
+        doing=_lost_in(item, timed_out) if item.is_echo or timed_out else "",
     )
+
+
+def _lost_in(item: WorkerExit, timed_out: str) -> str:
+    """Return the collective in which a rank lost its connection or timed out, in words where its traceback does not say."""
+    word = said.doing(frames_of(item.traceback))
+    return word if word in said.COLLECTIVES else said.TIMEOUT if timed_out else said.LOST
 
 
 def _ranks_of(states: Sequence[RankState], rows: Sequence[Any]) -> list[RankAccount]:

@@ -233,12 +233,26 @@ def _report(request: dict[str, Any], error: BaseException) -> None:
     On the console only dlrun prints, once, for the rank that failed first: the "connection closed" of
     the others would hide it. A rank with its own log file prints to it.
     """
+    error = _undisturbed(error)
     error.__traceback__ = _without_launcher(error.__traceback__)
     text = "".join(traceback.format_exception(error))
     path = request.get("error_file") or ""
     recorded = bool(path) and _write_error(Path(path), error, text)
     if request["stderr"] or not recorded or not _default_hook():
         sys.excepthook(type(error), error, error.__traceback__)
+
+
+def _undisturbed(error: BaseException) -> BaseException:
+    """Let no handler raise while an error is reported: a loader's does, when a worker of it has ended. Return the error to report.
+
+    What the handler raises names the worker; the error before it may say only that a connection was reset.
+    """
+    for _ in range(2):  # it may run, and raise, at any of these lines
+        try:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        except Exception as later:  # noqa: BLE001 -- of the script's
+            error = later
+    return error
 
 
 def _default_hook() -> bool:

@@ -15,6 +15,7 @@ from flashckpt.daemon.launcher import account as said
 from flashckpt.daemon.launcher import classify
 from flashckpt.daemon.launcher.account import NodeAccount, RankAccount
 from flashckpt.daemon.launcher.classify import LostNode
+from flashckpt.daemon.launcher.hang import frames_of
 from flashckpt.daemon.machine.kernel_log import KernelLog, Links
 from flashckpt.shm.incident_files import MOST_FILES, incident_names, incidents_in, write_incident
 
@@ -154,6 +155,7 @@ def test_a_node_whose_own_link_is_down_blames_it_and_not_those_it_cannot_reach()
         ((), "state D (disk sleep), waits in folio_wait_bit", "storage", "uninterruptible sleep (disk or file server)"),
         (ENDLESS, "", "script", "in endless (/w/train.py:33)"),
         (LOADING, "", "data", "in data loading"),
+        (ENDLESS, "state D (disk sleep)", "storage", "uninterruptible sleep (disk or file server)"),
         (("get (/w/flashckpt/storage/posix.py:3)",), "", "storage", "in storage"),
     ],
 )
@@ -221,13 +223,15 @@ def test_what_a_stranger_leaves_in_the_store_is_no_account(raw: bytes) -> None:
 
 
 def test_a_stranger_can_neither_break_the_terminal_nor_fill_the_log() -> None:
-    hostile = "\x1b[2J" + "x" * 10**4
+    hostile = "\x1b[2J" + "x" * 900
     found = verdict(
-        node(0, rank(0, code=1, error=hostile, stack=(hostile,) * 50), first=0, what=hostile, kernel=(hostile,) * 50)
+        node(0, rank(0, code=1, error=hostile, stack=(hostile,) * 20), first=0, what=hostile, kernel=(hostile,) * 20)
     )
     text = found.render()
     assert "\x1b" not in text
     assert len(text) < 8000
+    assert "\x1b" not in found.what
+    assert all(len(one) < 320 for one in found.findings)
     assert len(encode(found)) < 20_000
 
 
@@ -272,6 +276,7 @@ def test_a_job_directory_keeps_the_newest_incidents_and_what_is_no_incident_is_l
     first = verdict(WAITING, node(1, rank(2, code=-9), first=2))
     for number in range(MOST_FILES + 2):
         write_incident(tmp_path, replace(first, id=f"20261126-0515{number:02}-0a1b2c", restart=number))
+    assert len(list((tmp_path / "incidents").iterdir())) == MOST_FILES
     assert [one.restart for one in incidents_in(tmp_path)] == list(range(2, MOST_FILES + 2))
     newest = tmp_path / "incidents" / incident_names(tmp_path)[-1]
     newest.write_text(json.dumps(json.loads(newest.read_text()) | {"version": 2}))
@@ -280,3 +285,15 @@ def test_a_job_directory_keeps_the_newest_incidents_and_what_is_no_incident_is_l
 
 def test_ranges_of_ranks() -> None:
     assert in_ranges([5, 0, 1, 2, 7, 8]) == "0-2,5,7-8"
+
+
+def test_what_a_rank_did_when_it_lost_its_connection_is_in_its_traceback() -> None:
+    lines = [
+        f'  File "{where[:-1]}", line 7, in {name}'
+        for name, _, where in (one.partition(" (") for one in ALL_REDUCE[::-1])
+    ]
+    trace = "\n".join(["Traceback (most recent call last):", *lines, "    work.wait()", CLOSED]).replace(":2950", "")
+    assert said.doing(frames_of(trace)) == "all_reduce"
+    assert said.doing(frames_of("")) == ""
+    assert said.doing(("_write_error (/w/flashckpt/daemon/zygote/worker.py:266)",)) == said.ENDING
+    assert said.doing(ALL_REDUCE, "state D (disk sleep)") == "all_reduce", "a moment of it"
