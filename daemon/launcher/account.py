@@ -1,4 +1,4 @@
-"""What one agent saw when a generation ended: its account of the incident, which the first agent judges. Pure.
+"""The account of one agent: what it saw when a generation ended, which the first agent judges. Pure.
 
 Accounts go through the round's store as JSON, which anybody who can reach it may write: they are checked field by field, cut to
 lengths, and stripped of control characters before they are shown.
@@ -111,10 +111,10 @@ class NodeAccount:
         kind: FAILED, HANG, LEFT or PERSISTER.
         at_s: When its first rank failed, unix seconds; when it saw the incident, where none did.
         first: Rank that it blames; -1 for none.
-        what: That in words.
+        what: Its end in words.
         ranks: `RankAccount`s as maps.
         kernel, devices: New lines of the kernel's log that matter; what is wrong with its links and devices.
-        persister: What is wrong with its persister; "" for nothing.
+        persister: The problem of its persister; "" for nothing.
         facts: Versions and variables, to find a node that differs.
         restarts, decision: What it does about it, and why.
     """

@@ -81,7 +81,7 @@ class LostNode:
     Attributes:
         node, host, ranks: It, and its ranks as text.
         silent_s: Seconds since its last sign.
-        answers: Whether its machine still answers; None where nobody asked.
+        answers: Whether its machine still answers; None where that is not known.
     """
 
     node: int
@@ -103,7 +103,7 @@ class LostNode:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class Origin:
     """Where an incident began, and what it was."""
 
     kind: str
@@ -116,18 +116,18 @@ class Place:
     findings: tuple[str, ...] = field(default=())
 
 
-def judge(accounts: Mapping[int, NodeAccount], lost: Sequence[LostNode], now_s: float) -> Place | None:
+def judge(accounts: Mapping[int, NodeAccount], lost: Sequence[LostNode], now_s: float) -> Origin | None:
     """Return where an incident began; None where nothing but a change of membership happened.
 
-    A node that stopped answering comes first, unless a rank elsewhere had failed, for a reason of its own, while it still
+    A node that stopped answering comes first, unless a rank elsewhere had failed, and not for a lost connection, while it still
     answered. What only lost a connection, or timed out in a collective, is never first as long as there is anything else.
 
     Args:
-        accounts: What the agents reported, by node.
+        accounts: The agents' accounts, by node.
         lost: Nodes that are gone; one that has reported is not silent.
         now_s: The clock by which `silent_s` counts, unix seconds.
     """
-    if down := _own_link(accounts):
+    if (lost or len(accounts) > 1) and (down := _own_link(accounts)):
         return down
     silent = sorted((one for one in lost if one.node not in accounts), key=lambda one: -one.silent_s)
     failed = sorted(_own_failures(accounts), key=lambda one: one[0].at_s)
@@ -152,32 +152,32 @@ def _own_failures(accounts: Mapping[int, NodeAccount]) -> list[tuple[NodeAccount
     return found
 
 
-def _own_link(accounts: Mapping[int, NodeAccount]) -> Place | None:
+def _own_link(accounts: Mapping[int, NodeAccount]) -> Origin | None:
     """Return the node that reports its own link as down: to it all others seem lost."""
     for one in accounts.values():
         rank = one.blamed()
         down = next((line for line in one.devices if re.fullmatch(r"link \S+ is \w*down", line)), "")
         if down and (rank is None or rank.is_echo or one.kind != said.FAILED):
-            return Place(kind="node lost", category="network", what=down, node=one.node, host=one.host)
+            return Origin(kind="node lost", category="network", what=down, node=one.node, host=one.host)
     return None
 
 
-def _of_lost(silent: Sequence[LostNode]) -> Place:
+def _of_lost(silent: Sequence[LostNode]) -> Origin:
     first = silent[0]
     category = "network" if first.answers is False else "machine"
     others = tuple(f"node {one.node} ({one.host}) {one.text()}" for one in silent[1:])
-    return Place(
+    return Origin(
         kind="node lost", category=category, what=first.text(), node=first.node, host=first.host, silent_s=first.silent_s,
         findings=others,
     )  # fmt: skip
 
 
-def _of_exit(node: NodeAccount, rank: RankAccount, accounts: Mapping[int, NodeAccount]) -> Place:
+def _of_exit(node: NodeAccount, rank: RankAccount, accounts: Mapping[int, NodeAccount]) -> Origin:
     category, findings = class_of_exit(node, rank), []
     if differs := _only_here(node, rank, accounts):
         category, findings = "machine", differs
     error = f": {rank.error}" if rank.error and rank.error not in node.what else ""
-    return Place(
+    return Origin(
         kind="failure", category=category, what=f"{node.what}{error}", node=node.node, host=node.host, rank=rank,
         findings=tuple(findings),
     )  # fmt: skip
@@ -220,7 +220,7 @@ def _only_here(node: NodeAccount, rank: RankAccount, accounts: Mapping[int, Node
             else f"no rank of another node failed this way: look at the environment of {node.host}"]  # fmt: skip
 
 
-def _of_wait(accounts: Mapping[int, NodeAccount], *, is_hang: bool, echoes: Sequence[NodeAccount]) -> Place:
+def _of_wait(accounts: Mapping[int, NodeAccount], *, is_hang: bool, echoes: Sequence[NodeAccount]) -> Origin:
     """Return the rank that the others waited for, by what all ranks did; the network where all were in one collective."""
     ranks = [(one, rank) for one in accounts.values() for rank in one.every()]
     timed_out = any(_TIMED_OUT.search(rank.error) for _, rank in ranks if rank.is_echo)
@@ -230,29 +230,29 @@ def _of_wait(accounts: Mapping[int, NodeAccount], *, is_hang: bool, echoes: Sequ
         what = f"in {rank.doing}" if rank.doing else "gave no sign"
         waited = "the others waited for it" if len(ranks) > 1 else "it made no progress"
         text = f"made no step for {rank.phase_s:.0f} s, {what}; {waited}"
-        return Place(kind=kind, category=_class_of_doing(rank), what=text, node=node.node, host=node.host, rank=rank,
+        return Origin(kind=kind, category=_class_of_doing(rank), what=text, node=node.node, host=node.host, rank=rank,
                      silent_s=rank.phase_s)  # fmt: skip
     if kind == "hang":
         return _of_all([rank for _, rank in ranks])
     node = min(echoes, key=lambda one: one.at_s)
     blamed = node.blamed()
-    return Place(
+    return Origin(
         kind="failure", category="network", node=node.node, host=node.host, rank=blamed,
         what=f"lost its connection, and no rank or node is known to have failed: {blamed.error if blamed else node.what}",
     )  # fmt: skip
 
 
-def _of_all(ranks: Sequence[RankAccount]) -> Place:
+def _of_all(ranks: Sequence[RankAccount]) -> Origin:
     """Return the place of a hang in which no rank differs from the others."""
     words = sorted({rank.doing for rank in ranks if rank.doing} - {said.LOST, said.TIMEOUT}) or ["a collective"]
     if len(set(words) & said.COLLECTIVES) > 1:
-        return Place(
+        return Origin(
             kind="hang",
             category="script",
             what=f"the ranks wait for one another in different collectives: {', '.join(words)}",
         )
     category = "network" if set(words) <= said.WAITS | {"a collective"} else "script"
-    return Place(kind="hang", category=category, what=f"{', '.join(words)} never returned, though all ranks are in it")
+    return Origin(kind="hang", category=category, what=f"{', '.join(words)} never returned, though all ranks are in it")
 
 
 def _outsider(ranks: Sequence[tuple[NodeAccount, RankAccount]]) -> tuple[NodeAccount, RankAccount] | None:
@@ -278,14 +278,14 @@ def _class_of_doing(rank: RankAccount) -> str:
     return classes.get(rank.doing, "network" if rank.doing in said.COLLECTIVES else "script")
 
 
-def _of_persister(node: NodeAccount) -> Place:
-    return Place(
+def _of_persister(node: NodeAccount) -> Origin:
+    return Origin(
         kind="persister", category="storage", what=f"its persister: {node.persister}", node=node.node, host=node.host
     )
 
 
 def incident(
-    place: Place,
+    place: Origin,
     accounts: Mapping[int, NodeAccount],
     lost: Sequence[LostNode],
     *,
@@ -299,12 +299,12 @@ def incident(
 
     Args:
         place: Where it began.
-        accounts: As of `judge`.
-        lost: The same.
+        accounts: Those of `judge`.
+        lost: Those of `judge`, too.
         name: Its id and time.
-        job: As of Incident, as `restart` and `unheard` are.
-        restart: The same.
-        unheard: The same.
+        job: Id of the job.
+        restart: Starts of the worker group before.
+        unheard: Hosts without an account.
         action: What is done, and why.
     """
     rank = place.rank
@@ -347,7 +347,7 @@ def _others(accounts: Mapping[int, NodeAccount], first: RankAccount | None) -> t
     )  # fmt: skip
 
 
-def _findings(place: Place, accounts: Mapping[int, NodeAccount]) -> tuple[str, ...]:
+def _findings(place: Origin, accounts: Mapping[int, NodeAccount]) -> tuple[str, ...]:
     found = list(place.findings)
     for one in accounts.values():
         found += [f"{one.host}, kernel: {line}" for line in one.kernel]
@@ -358,7 +358,7 @@ def _findings(place: Place, accounts: Mapping[int, NodeAccount]) -> tuple[str, .
 
 
 def action_of(
-    place: Place, accounts: Mapping[int, NodeAccount], lost: Sequence[LostNode], *, restarts: bool
+    place: Origin, accounts: Mapping[int, NodeAccount], lost: Sequence[LostNode], *, restarts: bool
 ) -> tuple[str, str]:
     """Return what happens next, and why: as the agent of the named node decided, or the first one that did."""
     if place.kind == "persister":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import platform
 import re
 import secrets
@@ -282,8 +281,8 @@ class Incidents:
 def facts() -> dict[str, str]:
     """Return what can differ between the environments of two nodes: versions, and variables of the libraries."""
     found = {"python": platform.python_version(), "torch": str(torch_version), "flashckpt": __version__}
-    names = sorted(name for name in os.environ if _FACTS.match(name) and name not in _LOCAL)
-    return found | {name: os.environ[name][:100] for name in names[:60]}
+    names = sorted(name for name in env.mapping if _FACTS.match(name) and name not in _LOCAL)
+    return found | {name: env.mapping[name][:100] for name in names[:60]}
 
 
 def _rank(

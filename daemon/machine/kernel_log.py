@@ -7,13 +7,17 @@ raises, nothing waits longer than it says: a node on which none of it can be rea
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib
 import os
+import socket
+import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 _MOST_READ = 1 << 20
+_SIOCGIFADDR = 0x8915
 _NET = Path("/sys/class/net")
 DEVICES_S = 1.0
 """Seconds that a driver may take to answer; one that lost its device may never do."""
@@ -59,10 +63,13 @@ class KernelLog:
 
 
 class Links:
-    """This node's network links: what has changed since this was made."""
+    """This node's network links, cards and those with an address: what has changed since this was made.
 
-    def __init__(self, folder: Path = _NET) -> None:
-        self._folder = folder
+    The ends of links that containers have on this machine come and go, and bridges lose their carrier with the last of them.
+    """
+
+    def __init__(self, folder: Path = _NET, addressed: Callable[[str], bool] | None = None) -> None:
+        self._folder, self._addressed = folder, addressed or _has_address
         self._before = self._look()
 
     def changed(self) -> list[str]:
@@ -80,10 +87,22 @@ class Links:
         found = {}
         with contextlib.suppress(OSError):
             for path in self._folder.iterdir():
+                if path.name == "lo" or (path / "bridge").exists():
+                    continue
+                if not (path / "device").exists() and not self._addressed(path.name):
+                    continue
                 with contextlib.suppress(OSError, ValueError):
                     state = (path / "operstate").read_text().strip()
                     found[path.name] = state, int((path / "carrier_changes").read_text())
         return found
+
+
+def _has_address(name: str) -> bool:
+    """Whether a link has an IPv4 address; it keeps it while it is down."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        return True
+    return False
 
 
 def device_errors(limit_s: float = DEVICES_S) -> list[str]:

@@ -36,7 +36,7 @@ class Incident:
         what: What happened there, in words.
         silent_s: Seconds since the last sign of the node or rank; 0 where it ended by an error.
         others: What the other ranks did: `doing`, `count`, `ranks` ("0-2,5") and, where one is known, `stack`.
-        lost: Nodes that stopped answering: `node`, `host`, `ranks`, `silent_s`, `answers` (its machine; null where nobody asked).
+        lost: Nodes that stopped answering: `node`, `host`, `ranks`, `silent_s`, `answers` (its machine; null where that is not known).
         unheard: Nodes whose account did not come in time.
         findings: What else is known: lines of kernels, persisters that fail, devices, differences of environment.
         action: What happens next: `restart`, `restart without that node`, `stop` or `continue`.

@@ -137,7 +137,7 @@ FAULTS = {
         rank=-1,
     ),
     "data worker dead": Fault(
-        rf"data: {WHERE}exit code 1: .*DataLoader worker \(pid.* -> restart",
+        rf"data: {WHERE}exit code 1: .*(DataLoader worker \(pid|Connection reset).* -> restart",
         code="in_data = worker_dies",
         others=MET,
         workers=1,

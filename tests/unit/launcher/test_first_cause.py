@@ -145,5 +145,5 @@ def test_a_loaders_handler_does_not_disturb_the_report_of_an_error_and_what_it_s
     finally:
         signal.signal(signal.SIGCHLD, before)
     assert "reset" in path.read_text()
-    monkeypatch.setattr(worker.signal, "signal", mock.Mock(side_effect=[RuntimeError("worker 7"), None]))
+    monkeypatch.setattr(signal, "signal", mock.Mock(side_effect=[RuntimeError("worker 7"), None]))
     assert str(worker._undisturbed(ConnectionResetError("reset"))) == "worker 7"

@@ -29,8 +29,8 @@ ENDLESS = ("endless (/w/train.py:33)", "main (/w/train.py:12)")
 
 
 def rank(number: int, *, stack: tuple[str, ...] = (), kernel: str = "", **fields: Any) -> RankAccount:
-    fields = {"pid": 100 + number, "step": 120, "phase": "training", "phase_s": 3.0, "stack": stack} | fields
-    return RankAccount(rank=number, **{"doing": said.doing(stack, kernel)} | fields)
+    given: dict[str, Any] = {"pid": 100 + number, "step": 120, "phase": "training", "phase_s": 3.0, "stack": stack}
+    return RankAccount(rank=number, **given | {"doing": said.doing(stack, kernel)} | fields)
 
 
 def echo(number: int, error: str = CLOSED) -> RankAccount:
@@ -40,12 +40,12 @@ def echo(number: int, error: str = CLOSED) -> RankAccount:
 
 def node(number: int, *ranks: RankAccount, kind: str = said.FAILED, **fields: Any) -> NodeAccount:
     """An account as it is read from the store."""
-    fields = {
+    given: dict[str, Any] = {
         "at_s": NOW - 1,
         "what": "exit code 1",
         "decision": "restarting all workers, 9 of 10 restarts are left",
     } | fields
-    made = NodeAccount(node=number, host=f"h{number}", kind=kind, ranks=tuple(map(pack, ranks)), **fields)
+    made = NodeAccount(node=number, host=f"h{number}", kind=kind, ranks=tuple(map(pack, ranks)), **given)
     read = said.decode(said.encode(made))
     assert read is not None
     return read
@@ -146,6 +146,8 @@ def test_a_node_whose_own_link_is_down_blames_it_and_not_those_it_cannot_reach()
     lost = LostNode(node=0, host="h0", silent_s=30.0, answers=False)
     found = verdict(node(1, echo(2), first=2, devices=("link eth0 is down",)), lost=(lost,))
     assert found.verdict == "network: node 1 (h1): link eth0 is down -> restart without that node"
+    alone = verdict(node(0, rank(0, stack=ENDLESS), kind=said.HANG, devices=("link eth0 is down",)))
+    assert (alone.category, alone.rank, alone.findings) == ("script", 0, ("h0: link eth0 is down",))
 
 
 @pytest.mark.parametrize(
@@ -195,7 +197,7 @@ def test_ranks_in_different_collectives_are_the_scripts_fault() -> None:
 def test_a_node_with_another_environment_is_named_with_what_differs(torch: str) -> None:
     """Before the first step, on one node alone; what all nodes fail by is the script's."""
     error = "ModuleNotFoundError: No module named 'flash_attn'"
-    first = {"step": -1, "phase": "start", "code": 1, "error": error}
+    first: dict[str, Any] = {"step": -1, "phase": "start", "code": 1, "error": error}
     facts = {"torch": "2.13"}
     others = [node(n, rank(n, step=-1, stack=ALL_REDUCE), kind=said.LEFT, facts=facts) for n in (0, 1)]
     found = verdict(*others, node(2, rank(2, **first), first=2, facts={"torch": torch}))
@@ -262,12 +264,16 @@ def test_the_kernels_log_is_read_from_the_beginning_of_the_job(tmp_path: Path) -
     [("up", 2, []), ("up", 4, ["link e was lost and came back"]), ("down", 3, ["link e is down"])],
 )
 def test_links_that_went_down_since_the_start(tmp_path: Path, state: str, changes: int, wanted: list[str]) -> None:
-    (tmp_path / "e").mkdir()
-    (tmp_path / "e" / "operstate").write_text("up\n")
-    (tmp_path / "e" / "carrier_changes").write_text("2\n")
-    links = Links(tmp_path)
-    (tmp_path / "e" / "operstate").write_text(f"{state}\n")
-    (tmp_path / "e" / "carrier_changes").write_text(f"{changes}\n")
+    def set_all(state: str, changes: int) -> None:
+        for name in ("e", "container", "docker0"):
+            (tmp_path / name / "operstate").write_text(f"{state}\n")
+            (tmp_path / name / "carrier_changes").write_text(f"{changes}\n")
+
+    for name in ("e", "container", "docker0/bridge"):
+        (tmp_path / name).mkdir(parents=True)
+    set_all("up", 2)
+    links = Links(tmp_path, lambda name: name != "container")
+    set_all(state, changes)
     assert links.changed() == wanted
 
 
