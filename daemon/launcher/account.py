@@ -51,7 +51,7 @@ START, BACKWARD, DEVICE, LOST, TIMEOUT, ENDING, STOPPED, DISK = (
 )
 LOADING, RESTORING, STORAGE, IMPORTING = "data loading", "restoring", "storage", "importing"
 WAITS = COLLECTIVES | {START, BACKWARD, DEVICE, LOST, TIMEOUT, ENDING}
-"""What a rank does that only waits for the others, or has lost them."""
+"""Doings of a rank that only waits for the others, or has lost them."""
 MOST_BYTES = 60_000
 _MOST_TEXT, _MOST_TRACE, _MOST_FRAMES, _MOST_RANKS = 300, 3000, 12, 64
 _PLACES = (
@@ -85,7 +85,7 @@ class RankAccount:
         error: Last line of its error; "" without one.
         trace: End of its traceback, or of its log.
         is_echo: Whether it only lost a connection, or a collective of it timed out.
-        doing: What its stack says it did; "" where nobody looked.
+        doing: By its stack, in words; "" where that is not known.
         stack: Frames, the innermost first.
     """
 
@@ -104,7 +104,7 @@ class RankAccount:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeAccount:
-    """What the agent of one node reports about an incident.
+    """The report of one node's agent about an incident.
 
     Attributes:
         node, host: Its number in the round, and its name.
@@ -116,7 +116,8 @@ class NodeAccount:
         kernel, devices: New lines of the kernel's log that matter; what is wrong with its links and devices.
         persister: The problem of its persister; "" for nothing.
         facts: Versions and variables, to find a node that differs.
-        restarts, decision: What it does about it, and why.
+        restarts: Whether it restarts.
+        decision: Why, or why not.
     """
 
     node: int

@@ -305,7 +305,7 @@ def incident(
         job: Id of the job.
         restart: Starts of the worker group before.
         unheard: Hosts without an account.
-        action: What is done, and why.
+        action: The next step, and why.
     """
     rank = place.rank
     return Incident(

@@ -46,7 +46,7 @@ _LOOK_S = 1.0
 _KEY, _PERSISTER = "flashckpt/account", "flashckpt/persister"
 _FACTS = re.compile(r"NCCL_|GLOO_|CUDA_|TORCH_|NVIDIA_|PYTHONPATH$|LD_LIBRARY_PATH$|OMP_NUM_THREADS$")
 _DEVICE, _CRASHES = re.compile(r"cuda|nccl|device", re.IGNORECASE), (-4, -6, -7, -8, -11)
-"""What makes it worth a second to ask the devices."""
+"""Errors and exit codes after which the devices are asked, which may take a second."""
 _LOCAL = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES")
 """Variables that may differ from node to node."""
 _GONE = (RuntimeError, ValueError, TypeError, KeyError, TimeoutError)  # the store's host is gone
