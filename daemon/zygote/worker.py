@@ -161,6 +161,14 @@ def register_stacks(path: str) -> None:
 def run_recorded(request: dict[str, Any]) -> int:
     """Run the script; write its exception to the error file, without needing @record in the script."""
     try:
+        return _run_reported(request)
+    except Exception as later:  # noqa: BLE001 -- a handler of the script's raised before the report began: see _undisturbed
+        _report(request, later)
+        return 1
+
+
+def _run_reported(request: dict[str, Any]) -> int:
+    try:
         _run_script(request["argv"], module=request["module"])
     except SystemExit as error:
         return _system_exit(error)

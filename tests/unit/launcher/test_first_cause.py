@@ -147,3 +147,16 @@ def test_a_loaders_handler_does_not_disturb_the_report_of_an_error_and_what_it_s
     assert "reset" in path.read_text()
     monkeypatch.setattr(signal, "signal", mock.Mock(side_effect=[RuntimeError("worker 7"), None]))
     assert str(worker._undisturbed(ConnectionResetError("reset"))) == "worker 7"
+
+
+def test_a_loaders_handler_that_raises_as_a_report_begins_is_what_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "error.json"
+    raised = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+    monkeypatch.setattr(worker, "_run_script", mock.Mock(side_effect=ConnectionResetError("reset")))
+    begin = mock.Mock(side_effect=[raised, mock.DEFAULT], return_value=raised)
+    monkeypatch.setattr(worker, "_undisturbed", begin)
+    request = {"argv": ["x"], "module": False, "error_file": str(path), "stderr": ""}
+    assert worker.run_recorded(request) == 1
+    assert "DataLoader worker" in path.read_text()
