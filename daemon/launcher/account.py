@@ -188,7 +188,8 @@ def _cleaned(one: RankAccount) -> RankAccount:
 
 def clean(text: object, most: int = _MOST_TEXT) -> str:
     """Return a text cut to a length, with what is not printable replaced."""
-    return "".join(letter if letter.isprintable() else "?" for letter in str(text)[:most])
+    cut = str(text)[:most]
+    return cut if cut.isprintable() else "".join(letter if letter.isprintable() else "?" for letter in cut)
 
 
 def doing(stack: Sequence[str], kernel: str = "") -> str:
