@@ -361,7 +361,7 @@ def action_of(
     place: Origin, accounts: Mapping[int, NodeAccount], lost: Sequence[LostNode], *, restarts: bool
 ) -> tuple[str, str]:
     """Return what happens next, and why: as the agent of the named node decided, or the first one that did."""
-    if place.kind == "persister":
+    if place.kind == "persister" and restarts:
         return CONTINUE, "training continues, and persisting is tried again"
     named = accounts.get(place.node)
     decided = [one.decision for one in ([named] if named else [*accounts.values()]) if one.decision]

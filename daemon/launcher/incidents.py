@@ -214,7 +214,13 @@ class Incidents:
         self._judge({0: replace(own, node=others.rank if others is not None else 0)}, [lost], [], restarts=False)
 
     def _judge(
-        self, accounts: Mapping[int, NodeAccount], lost: Sequence[LostNode], unheard: Sequence[str], *, restarts: bool
+        self,
+        accounts: Mapping[int, NodeAccount],
+        lost: Sequence[LostNode],
+        unheard: Sequence[str],
+        *,
+        restarts: bool,
+        quiet: bool = False,
     ) -> Incident | None:
         place = classify.judge(accounts, lost, time.time())
         if place is None:
@@ -230,11 +236,12 @@ class Incidents:
             unheard=unheard,
             action=classify.action_of(place, accounts, lost, restarts=restarts),
         )
-        self._write(found)
+        self._write(found, quiet=quiet)
         return found
 
-    def _write(self, found: Incident) -> None:
-        _log.error("%s", found.render())
+    def _write(self, found: Incident, *, quiet: bool) -> None:
+        if not quiet:  # else the owner of the persister has logged it
+            _log.error("%s", found.render())
         if self._watch.job is None:
             return
         try:
@@ -265,13 +272,13 @@ class Incidents:
             _put(others.store, _PERSISTER, said.encode(own))
         self._is_reported = is_due or found is not None
         if found is not None:
-            self._judge({found.node: found}, [], [], restarts=True)
+            self._judge({found.node: found}, [], [], restarts=True, quiet=found is own)
 
     @_harmless
     def ends_without_checkpoint(self, problem: str) -> None:
         """Report that the job has ended, and nothing of it is on storage."""
         own = NodeAccount(node=0, host=socket.gethostname(), kind=said.PERSISTER, at_s=time.time(), persister=problem)
-        self._judge({0: own}, [], [], restarts=False)
+        self._judge({0: own}, [], [], restarts=False, quiet=True)
 
     def restarted(self) -> None:
         """Begin again: a persister that still fails in the next round is reported again."""
