@@ -134,7 +134,7 @@ test-native-arm: setup  ## the native copy's NEON level in an emulator (gcc-aarc
 	$(BIN)/python -m pytest tests/integration/native/native_arm.py
 
 test-launcher: setup  ## what PyTorch's own launcher tests ask, asked of dlrun; jobs whose ranks, agent or daemon die or hang; attacks on it
-	$(BIN)/python -m pytest $(SHARED) --workers $(WORKERS) tests/integration/launcher/launcher_contract.py tests/integration/launcher/launcher_jobs.py tests/integration/launcher/launcher_persister.py tests/integration/launcher/launcher_security.py tests/integration/launcher/launcher_logs.py tests/integration/launcher/launcher_waits.py tests/integration/launcher/launcher_engine.py tests/integration/launcher/launcher_ipv6.py tests/integration/launcher/launcher_readme.py tests/integration/launcher/launcher_workers.py tests/integration/launcher/launcher_retries.py tests/integration/launcher/launcher_cut_short.py tests/integration/launcher/launcher_standby.py
+	$(BIN)/python -m pytest $(SHARED) --workers $(WORKERS) tests/integration/launcher/launcher_contract.py tests/integration/launcher/launcher_jobs.py tests/integration/launcher/launcher_persister.py tests/integration/launcher/launcher_security.py tests/integration/launcher/launcher_logs.py tests/integration/launcher/launcher_waits.py tests/integration/launcher/launcher_engine.py tests/integration/launcher/launcher_ipv6.py tests/integration/launcher/launcher_readme.py tests/integration/launcher/launcher_workers.py tests/integration/launcher/launcher_retries.py tests/integration/launcher/launcher_cut_short.py tests/integration/launcher/launcher_standby.py tests/integration/launcher/launcher_incidents.py
 
 test-trainer: setup  ## whole runs of the trainer that are started, killed, resumed, changed, guarded, evaluated and watched, all that they write, and dry runs against real ranks
 	$(BIN)/python -m pytest $(SHARED) --workers $(WORKERS) tests/integration/trainer/trainer_resume.py tests/integration/trainer/trainer_outputs.py tests/integration/trainer/trainer_data.py tests/integration/trainer/trainer_reaching.py tests/integration/trainer/trainer_guard.py tests/integration/trainer/trainer_start.py tests/integration/trainer/trainer_rehearsal.py tests/integration/trainer/trainer_scores.py tests/integration/trainer/trainer_samples.py tests/integration/trainer/trainer_generate.py tests/integration/trainer/trainer_display.py tests/integration/trainer/trainer_dry_run.py tests/integration/trainer/trainer_optimizers.py tests/integration/trainer/trainer_phases.py
@@ -151,7 +151,7 @@ test-device: setup  ## the path through an accelerator, on one that is emulated:
 	$(BIN)/python -m pytest -rP tests/integration/device/device_controls.py
 
 test-nodes: setup  ## many nodes as network namespaces: dead nodes, cut links, stops (root)
-	$(BIN)/python -m pytest $(SHARED) tests/integration/nodes/nodes.py tests/integration/nodes/nodes_trainer.py tests/integration/nodes/nodes_restore.py tests/integration/nodes/nodes_replicas.py tests/integration/nodes/nodes_benchmarks.py
+	$(BIN)/python -m pytest $(SHARED) tests/integration/nodes/nodes.py tests/integration/nodes/nodes_trainer.py tests/integration/nodes/nodes_restore.py tests/integration/nodes/nodes_replicas.py tests/integration/nodes/nodes_benchmarks.py tests/integration/nodes/nodes_incidents.py
 
 test-mounts: setup  ## real file systems that fill up or turn read-only under a running job (root)
 	$(BIN)/python -m pytest tests/integration/mounts/mounts.py

@@ -228,6 +228,9 @@ class Environment:
         "",
         _COPIES,
     )
+    FLASHCKPT_KERNEL_LOG = _text(
+        "dlrun", "The kernel's log, read for the report of an incident.", "/dev/kmsg", kind="a file"
+    )
     FLASHCKPT_LOGLEVEL = _choice("dlrun", "Lines of dlrun that are shown.", "INFO", _LOG_LEVELS)
     FLASHCKPT_WAIT_FLUSH = _switch("dlrun", "Exit only when the newest snapshot is persisted, as it does as PID 1.")
     FLASHCKPT_TRACEBACK = _switch("rank command", "Show every frame of an error of flashckpt.")

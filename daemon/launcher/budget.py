@@ -15,7 +15,7 @@ LONGEST_PAUSE_S = 15.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class RestartDecision:
     """Whether to restart, `pause_s` from now; `reason` is for the user, `repeats` says that the script keeps failing at one step."""
 
     restart: bool
@@ -42,7 +42,7 @@ class Budget:
         self._last: tuple[str, int] | None = None
         self._passing = 0
 
-    def spend(self, *, fingerprint: str, step: int, ran_s: float = 0.0, may_pass: bool = False) -> Verdict:
+    def spend(self, *, fingerprint: str, step: int, ran_s: float = 0.0, may_pass: bool = False) -> RestartDecision:
         """Record one failure and decide whether to restart.
 
         Args:
@@ -57,7 +57,7 @@ class Budget:
         this = (fingerprint, step)
         if fingerprint and this == self._last and (counted or not (self._chosen or rested)):
             where = f"at step {step}" if counted else "before any progress"
-            return Verdict(
+            return RestartDecision(
                 restart=False,
                 repeats=True,
                 reason=f"not restarting: the script failed with the same error {where} twice",
@@ -68,14 +68,14 @@ class Budget:
         if refilled:
             self.left = self.limit
         if self.left == 0:
-            return Verdict(restart=False, reason=self._spent())
+            return RestartDecision(restart=False, reason=self._spent())
         self.left -= 1
         again = f" (the budget was refilled to {self.limit}: the job had made progress)" if refilled else ""
         left = f"{self.left} of {self.limit} restarts are left{again}"
         pause_s = max(0.0, min(2.0 ** (self._passing - 1), LONGEST_PAUSE_S) - ran_s) if may_pass else 0.0
         when = f" in {pause_s:.0f} s" if pause_s >= 0.5 else ""
         why = ", since this may pass" if may_pass else ""
-        return Verdict(restart=True, reason=f"restarting all workers{when}{why}, {left}", pause_s=pause_s)
+        return RestartDecision(restart=True, reason=f"restarting all workers{when}{why}, {left}", pause_s=pause_s)
 
     def _spent(self) -> str:
         """Return why there is no restart, and what to do about it."""

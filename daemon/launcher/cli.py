@@ -152,6 +152,7 @@ def run(args: argparse.Namespace, zygote: ZygoteClient | None = None) -> LaunchO
     options = AgentOptions(
         job=args.rdzv_id if named else "",
         restarts_chosen=args.max_restarts is not None,
+        endpoint=config.rdzv_endpoint,
         survivors_s=timeout,
         grace_s=args.grace_timeout,
         ledger=args.ledger,

@@ -19,7 +19,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import PContext, RunProcsResult
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from flashckpt.daemon.launcher import job_secret, spawn_main
+from flashckpt.daemon.launcher import hang, job_secret, spawn_main
 from flashckpt.daemon.launcher.failure import WorkerExit, first_failure, read_error
 from flashckpt.daemon.launcher.log_folders import logs_elsewhere, opened
 from flashckpt.daemon.launcher.watch import JobWatch
@@ -39,6 +39,7 @@ from flashckpt.shm import agent_folder
 _log = logging.getLogger("flashckpt.dlrun")
 _SETTLE_S = 0.25
 _KILL_WAIT_S = 30.0
+_STACKS_S = 0.1  # ranks answer within a few milliseconds, and a restart waits for them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +95,7 @@ class WorkerContext(PContext):
         self.detected_s = 0.0
         self.stopped_s = 0.0
         self.standing: list[WorkerExit] = []
+        self.survivors: list[hang.RankState] = []
 
     def start(self) -> None:
         """Start workers and log tails; unlike torch's, this leaves signal handlers to the agent."""
@@ -238,12 +240,33 @@ class WorkerContext(PContext):
         failed = sorted((item for item in self.exits() if item.failed), key=lambda item: item.at_ns)
         first = first_failure(failed)
         self.standing = [self._exit(worker, -signal.SIGKILL) for worker in self._running() if is_stopped(worker.pid)]
+        self.survivors = self._look_at(self._running())
         failed.sort(key=lambda item: item is not first)
         self.close(signal.SIGTERM if self._survivors_s else signal.SIGKILL, int(self._survivors_s))
         self.stopped_s = time.monotonic()
         failures = {item.local_rank: self._failure(item) for item in failed}
         failures[first.local_rank].timestamp = min(failure.timestamp for failure in failures.values())
         return RunProcsResult(failures=failures, stdouts=self.stdouts, stderrs=self.stderrs)
+
+    def _look_at(self, left: Sequence[_WorkerProcess]) -> list[hang.RankState]:
+        """Return where ranks are that have not failed, before they are killed."""
+        awake = {worker.local_rank: worker.pid for worker in left if not is_stopped(worker.pid)}
+        files = {rank: Path(self.envs[rank].get("FLASHCKPT_STACKS_FILE", "")) for rank in awake}
+        stacks = hang.collect(awake, files, wait_s=_STACKS_S) if awake else {}
+        found = []
+        for worker in left:
+            trace = read_error(self.error_files.get(worker.local_rank, ""))[1]  # it lost its peer, and is about to end
+            stack = hang.frames_of(trace) or stacks.get(worker.local_rank, ())
+            found.append(
+                hang.RankState(
+                    rank=int(self.envs[worker.local_rank].get("RANK", worker.local_rank)),
+                    pid=worker.pid,
+                    step=-1,
+                    stack=stack,
+                    kernel="" if stack else hang.kernel_state(worker.pid),
+                )
+            )
+        return found
 
     def abort(self) -> None:
         """Kill every worker of a group that hangs."""

@@ -48,6 +48,11 @@ _SIGNALS = {
 }
 
 
+def _of_worker(trace: str) -> bool:
+    """Whether a connection was lost to a loader worker, which has died, and to no rank."""
+    return "/torch/utils/data/" in trace and "/multiprocessing/" in trace and "/torch/distributed/" not in trace
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkerExit:
     """One worker's end. `code` is negative for a signal; `at_ns` is wall-clock time, of the error file if any."""
@@ -71,7 +76,7 @@ class WorkerExit:
 
         Pipeline stages raise an error of theirs from it ("failed to run forward"), so causes count too.
         """
-        return self._says(_ECHO)
+        return "" if _of_worker(self.traceback) else self._says(_ECHO)
 
     def _says(self, pattern: re.Pattern[str]) -> str:
         """Return the first text of the error and its causes in which a pattern is found, "" if there is none."""

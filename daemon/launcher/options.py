@@ -15,6 +15,7 @@ class AgentOptions:
 
     Attributes:
         job: The job's name, where the user gave one by --rdzv-id.
+        endpoint: Host and port of the rendezvous.
         restarts_chosen: Whether the user gave --max-restarts; see Budget.
         survivors_s: Seconds that survivors of a failure get between SIGTERM and SIGKILL; 0 kills at once.
         grace_s: Seconds an agreed stop may take before the workers are killed.
@@ -30,6 +31,7 @@ class AgentOptions:
     """
 
     job: str = ""
+    endpoint: str = ""
     restarts_chosen: bool = True
     survivors_s: float = 0.0
     grace_s: float = 60.0

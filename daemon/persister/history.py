@@ -29,12 +29,13 @@ from flashckpt.checkpoint.history import (
     summary,
     write_session,
 )
+from flashckpt.checkpoint.incidents import forget_oldest_incidents, put_incident
 from flashckpt.checkpoint.series import Points, added, read_series, write_series
 from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister.metrics import class_of
 from flashckpt.errors import DamagedError, FlashckptError
-from flashckpt.shm import logged_values
+from flashckpt.shm import incident_files, logged_values
 from flashckpt.shm.control import ControlRow, ControlView
 from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory
 from flashckpt.shm.logged_values import TakenValues
@@ -55,6 +56,7 @@ class _Due(NamedTuple):
     config: JobConfig
     record: SessionRecord
     logged: TakenValues
+    incidents: dict[str, bytes]
 
 
 class SessionHistory:
@@ -75,6 +77,7 @@ class SessionHistory:
         self._due: dict[str, _Due] = {}
         self._thread: threading.Thread | None = None
         self._resumed: set[str] = set()
+        self._shipped: set[str] = set()
         self._problem = ""
         self._curves: dict[str, Points] = {}
         self._keys: dict[int, str] = {}
@@ -148,7 +151,8 @@ class SessionHistory:
             updated_s=now_s if alive or end != before.end else before.updated_s,
         )
         of_failures = [one.get("time") for one in (self._record.failure, self._record.ended_by)]
-        said = record.token, committed, end, *of_failures, step >= 0, bool(status.error)
+        incidents = incident_files.incident_names(self._directory.path)[-1:]
+        said = record.token, committed, end, *of_failures, step >= 0, bool(status.error), *incidents
         if said != self._said or (alive and now_s - self._written_s >= EVERY_S):
             self._said, self._written_s = said, now_s
             self._put(config, self._record)
@@ -209,8 +213,10 @@ class SessionHistory:
 
     def _put(self, config: JobConfig, record: SessionRecord) -> None:
         logged = logged_values.take(self._directory.path)  # here: after its last turn the directory goes
+        names = [one for one in incident_files.incident_names(self._directory.path) if one not in self._shipped]
+        incidents = {name: incident_files.read_raw(self._directory.path, name) for name in names}
         with self._lock:
-            self._due[record.key] = _Due(config, record, logged)
+            self._due[record.key] = _Due(config, record, logged, incidents)
             if self._thread is None:
                 thread = threading.Thread(target=self._work, name="flashckpt-history", daemon=True)
                 try:
@@ -236,27 +242,31 @@ class SessionHistory:
     def _work(self) -> None:
         while (task := self._next()) is not None:
             try:
-                self._write(task.config, task.record, task.logged)
+                self._write(task)
                 self._problem = ""
             except Exception as error:  # noqa: BLE001 -- a history must not keep anything from being persisted
                 self._report(str(error) if isinstance(error, (FlashckptError, OSError)) else repr(error))
                 self._put_off(task)
                 return
 
-    def _write(self, config: JobConfig, record: SessionRecord, logged: TakenValues) -> None:
+    def _write(self, task: _Due) -> None:
         """Write a record; nothing to a root where no generation is claimed (another one is mounted there), or a newer run has begun."""
-        store = self._connect(config)
+        store, record = self._connect(task.config), task.record
         try:
             if not self._may_write(store, self._claim):
                 return
             if record.key not in self._resumed:  # a persister before us may have begun it
                 self._resumed.add(record.key)
                 forget_oldest(store)
+                forget_oldest_incidents(store)
                 self._before = [one for one in read_history(store, most=_MOST_BEFORE) if one.key != record.key]
                 if (before := read_session(store, record.key)) is not None:
                     record = self._continued(record, before)
             write_session(store, record)
-            self._ship_values(store, logged)
+            self._ship_values(store, task.logged)
+            for name, raw in task.incidents.items():
+                put_incident(store, name, raw)
+                self._shipped.add(name)
         finally:
             store.close()
 

@@ -8,14 +8,17 @@ from typing import Any
 
 from flashckpt.checkpoint.catalog import read_contents
 from flashckpt.checkpoint.history import SessionRecord, read_history, summary
+from flashckpt.checkpoint.incidents import read_incidents
 from flashckpt.checkpoint.retention import kept_prefixes
 from flashckpt.checkpoint.series import Points, added, read_series
 from flashckpt.cli.common import abandoned, open_root
 from flashckpt.cli.status import describe
+from flashckpt.core.incident import as_values
 from flashckpt.core.records import pack
 from flashckpt.errors import DamagedError, FlashckptError
 from flashckpt.shm import logged_values
 from flashckpt.shm.control import CLOSED, ControlView
+from flashckpt.shm.incident_files import incidents_in
 from flashckpt.shm.job_directory import JobDirectory, jobs_in_memory
 from flashckpt.shm.job_id import root_url
 from flashckpt.storage.factory import open_store
@@ -56,10 +59,13 @@ class PageSource:
         try:
             records = read_history(self._store)
             found |= {"summary": summary(records), "sessions": [pack(one) for one in records[-MOST_SESSIONS:]]}
+            incidents = {one.id: one for one in read_incidents(self._store, most=MOST_SESSIONS)}
+            incidents |= {one.id: one for one in (incidents_in(directory.path) if directory is not None else [])}
+            found["incidents"] = [as_values(incidents[key]) for key in sorted(incidents)]
             found["curves"] = self._curves(records[-MOST_SESSIONS:], directory)
             found["checkpoints"] = checkpoints(self._store)
         except (FlashckptError, OSError) as error:
-            found = {"summary": summary([]), "sessions": [], "curves": [], "checkpoints": []} | found
+            found = {"summary": summary([]), "sessions": [], "curves": [], "checkpoints": [], "incidents": []} | found
             found["error"] = str(error).splitlines()[0]
         return found
 

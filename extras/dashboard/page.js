@@ -170,7 +170,10 @@ at("ranks").addEventListener("keydown", (event) => {
 function incidents(found) {
   const rows = found.sessions.flatMap((one) => [one.failure, one.ended_by].filter((what) => what && what.cause).map((what) =>
     [what.time ?? "", what.rank ?? "", what.host ?? "", what.step ?? "", what.cause, what.outcome ?? "", what.total_s > 0 ? `${what.total_s} s` : ""]));
-  at("incidents").replaceChildren(rows.length
+  const verdicts = found.incidents.map((one) => [one.time.slice(0, 19), one.verdict, one.reason,
+    one.others.map((group) => `${group.count} in ${group.doing}`).join(", "), one.findings.join("; ")]).reverse();
+  at("incidents").replaceChildren(...(verdicts.length
+    ? [table("Verdicts, newest first", ["Time", "Verdict", "Why", "The other ranks", "Also"], verdicts)] : []), rows.length
     ? table("Failures, newest first", ["Time", "Rank", "Host", "Step", "Cause", "Then", "To the next step"], rows.reverse())
     : node("p", "None is recorded; dlrun writes them."));
 }
@@ -189,7 +192,7 @@ function show(found) {
   tiles(found);
   ranks(found);
   ifChanged("curves", [found.curves, found.sessions.map((one) => one.restored_step)], () => curves(found));
-  ifChanged("sessions", [found.sessions, found.checkpoints], () => { sessions(found); incidents(found); });
+  ifChanged("sessions", [found.sessions, found.checkpoints, found.incidents], () => { sessions(found); incidents(found); });
   ifChanged("checkpoints", found.checkpoints, () => at("checkpoints").replaceChildren(table("Checkpoints, newest first", ["Step", "Generation", "Committed", "Size", "State", "Kept by a mark"],
     found.checkpoints.map((one) => [one.step, one.generation, when(one.created_s), bytes(one.nbytes), one.state, one.kept ? "yes" : ""]))));
 }

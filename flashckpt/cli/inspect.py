@@ -14,6 +14,7 @@ from rich.tree import Tree
 
 from flashckpt.checkpoint.catalog import read_manifest
 from flashckpt.checkpoint.history import read_history, summary
+from flashckpt.checkpoint.incidents import read_incidents
 from flashckpt.cli.common import (
     Command,
     age_of,
@@ -30,6 +31,7 @@ from flashckpt.cli.coverage import coverage_rows, coverage_table, parse_layout, 
 from flashckpt.cli.output import FittingTable
 from flashckpt.cli.replicas import lags
 from flashckpt.cli.status_page import in_short
+from flashckpt.core.incident import as_values
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard import split_owner
 from flashckpt.core.shard_table import ShardTable
@@ -88,13 +90,19 @@ def inspect(
         plan = plan_layout(root, manifest, wanted)
         show({"prefix": info.prefix, "plan": plan}, as_json=as_json, table=lambda: plan_table(plan))
         return
-    records = read_history(store)
+    records, incidents = read_history(store), read_incidents(store, most=3)
     about = {"prefix": info.prefix, "created_s": info.created_s, "root": store.url, "history": summary(records)}
+    about["incidents"] = [as_values(one) for one in incidents]
     full = describe(manifest) | about
     show(
         full,
         as_json=as_json,
-        table=lambda: _page(full | {"remembered": in_short(records)}, manifest, listed=listed, everything=everything),
+        table=lambda: _page(
+            full | {"remembered": in_short(records) + [one.verdict for one in incidents]},
+            manifest,
+            listed=listed,
+            everything=everything,
+        ),
     )
 
 

@@ -14,15 +14,18 @@ from rich.table import Table
 from rich.text import Text
 
 from flashckpt.checkpoint.history import SessionRecord, read_history, summary
+from flashckpt.checkpoint.incidents import read_incidents
 from flashckpt.cli.common import Command, json_option, open_root, show, tell_skipped
 from flashckpt.cli.replicas import replication
-from flashckpt.cli.status_page import in_short, page, table
+from flashckpt.cli.status_page import MOST_VERDICTS, in_short, page, table
 from flashckpt.cli.status_page import sessions as sessions_table
+from flashckpt.core.incident import Incident, as_values
 from flashckpt.core.records import pack
 from flashckpt.errors import FlashckptError, PersistError
 from flashckpt.native import IMPLEMENTATIONS, implementation
 from flashckpt.printable import printable
 from flashckpt.shm.control import ControlRow, ControlView
+from flashckpt.shm.incident_files import incidents_in
 from flashckpt.shm.inventory import scan
 from flashckpt.shm.job_directory import JobDirectory, jobs_in_memory
 from flashckpt.shm.job_id import root_url
@@ -40,6 +43,7 @@ def status(root: str | None, options: tuple[str, ...], job: str | None, everythi
 
     With ROOT: only its jobs, and what the root remembers of all its sessions, also on another machine and after their end:
     restarts by cause, steps lost, goodput.
+    The newest verdicts are shown of incidents that ended a generation (docs/incidents.md).
     `copied_by` is what copies memory: the C part, and its level, or python; of a job, what its ranks use, else what this installation would.
     Exit code 40 if persisting fails for one of them.
 
@@ -53,17 +57,21 @@ def status(root: str | None, options: tuple[str, ...], job: str | None, everythi
     found = [describe(directory) for directory in directories if job in (None, directory.job)]
     document: dict[str, Any] = {"jobs": found, "left_alone": left_alone, "copied_by": implementation()}
     records: list[SessionRecord] = []
+    incidents: list[Incident] = []
     if root is not None:
         document["jobs"] = found = [one for one in found if one["root"] and root_url(one["root"]) == root_url(root)]
         records = read_history(open_root(root, options))
         sessions = [pack(one) for one in records]
+        incidents = read_incidents(open_root(root, options))
+        document["incidents"] = [as_values(one) for one in incidents]
         document |= {"root": root, "history": summary(records) | {"records": sessions}}
 
     def shown() -> Group | Table:
         jobs = table(found, implementation()) if everything else page(found, implementation())
         if root is None:
             return jobs
-        text = "\n".join(printable(line) for line in in_short(records)) or f"{printable(root)} remembers no session"
+        lines = in_short(records) + [f"{one.time[:19]} {one.verdict}" for one in incidents[-MOST_VERDICTS:]]
+        text = "\n".join(printable(line) for line in lines) or f"{printable(root)} remembers no session"
         return Group(Text(text, overflow="fold"), sessions_table(records), *([Text(""), jobs] if found else []))
 
     show(document, as_json=as_json, table=shown)
@@ -110,6 +118,7 @@ def describe(directory: JobDirectory) -> dict[str, Any]:
         "nbytes": sum(one.st_blocks * 512 for one in files),
         "touched_s": max((one.st_mtime for one in files), default=None),
         "notes": notes,
+        "incidents": [as_values(one) for one in incidents_in(directory.path, MOST_VERDICTS)],
     }
 
 

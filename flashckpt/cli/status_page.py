@@ -21,6 +21,8 @@ STALE_S = 60
 """Seconds of silence after which the persister counts as stuck."""
 MOST_SHOWN = 20
 """Sessions of a root that are shown."""
+MOST_VERDICTS = 3
+"""Incidents of a job that are shown, the newest."""
 Job = Mapping[str, Any]
 
 
@@ -50,6 +52,8 @@ def _block(one: Job, copied_by: str) -> Iterator[str]:
         yield f"          replicas: {in_words(one['replicas'])}"
     for remark in remarks(one, copied_by):
         yield f"          ! {remark}"
+    for found in one["incidents"]:
+        yield f"          {found['time'][11:19]} {found['verdict']}"
 
 
 def remarks(one: Job, copied_by: str) -> list[str]:

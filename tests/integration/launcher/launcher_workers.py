@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from support import incidents
 from support.dlrun import TRAIN, alive, dlrun, first_steps, processes_of, run_dlrun, script
 from support.ranks import wait_for
 
@@ -38,7 +39,8 @@ def test_rank_killed_five_times_in_a_row_all_ranks_train_again_each_time(tmp_pat
                 launch.until(partial(launch.says, f"rank {life % 4} "), "the failing rank's name")
         launch.process.send_signal(signal.SIGTERM)
         assert launch.wait() == 128 + signal.SIGTERM
-    assert launch.output.count("signal 9 (SIGKILL, exit code 137)") == KILLS
+    assert launch.output.count("failed first: signal 9 (SIGKILL, exit code 137)") == KILLS
+    assert len(incidents.said(launch.output)) == KILLS
     assert "Traceback" not in launch.output  # the peers' "connection closed" stays out of the way
     assert not processes_of(tmp_path)
     assert not list(tmp_path.glob("flashckpt-agents*"))

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from support import incidents
 from support.dlrun import TRAIN, alive, dlrun, first_steps, processes_of, run_dlrun, script
 from support.ranks import wait_for
 
@@ -85,7 +86,8 @@ def test_exception_in_one_rank_is_named_with_its_traceback_and_without_record(tm
     assert code == 1
     assert output.count("rank 1 (local 1") == 1
     assert "failed first" in output
-    assert output.count("ValueError: the learning rate is a fish") == 1
+    assert output.count("  | ValueError: the learning rate is a fish") == 1
+    assert len(incidents.said(output)) == 1
     assert "in explode" in output
     assert "run_worker" not in output
     assert "Connection" not in output

@@ -22,8 +22,10 @@ from support.memory_tier import FakeJob
 
 from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.checkpoint.history import SessionRecord, read_history, write_session
+from flashckpt.checkpoint.incidents import put_incident
 from flashckpt.checkpoint.series import write_series
 from flashckpt.cli import main as cli
+from flashckpt.core.incident import Incident, encode
 from flashckpt.dashboard import server as serving
 from flashckpt.dashboard.gather import PageSource
 from flashckpt.dashboard.page import render
@@ -33,6 +35,8 @@ from flashckpt.shm.logged_values import LoggedValue, append
 from flashckpt.storage.factory import open_store
 
 HOSTILE = "</script><img src=x onerror=\"document.title='taken'\">{{DATA}}&amp;\x1b[31m"
+INCIDENT = Incident(id="20261126-051500-0a1b2c", time="2026-11-26T05:15:00", category="memory", rank=1, host=HOSTILE,
+                    what=HOSTILE, others=({"doing": HOSTILE, "count": 2, "ranks": "0,2"},), findings=(HOSTILE,))  # fmt: skip
 CHROMIUM = shutil.which("chromium")
 
 
@@ -51,6 +55,7 @@ def job(tmp_path: Path) -> Iterator[FakeJob]:
                            restored_step=20, step=50, end="ended", failure=failure, first_step_s=4.0)  # fmt: skip
     write_session(store, first)
     write_session(store, second)
+    put_incident(store, f"{INCIDENT.id}.json", encode(INCIDENT))
     write_series(store, first.key, {"loss": [(step, 5.0 - step / 20) for step in range(1, 31)]})
     write_series(store, second.key, {"loss": [(step, 5.0 - step / 20) for step in range(21, 51)], HOSTILE: [(21, 1.0)]})
     yield fake
@@ -108,6 +113,7 @@ def test_the_page_holds_what_root_and_memory_say(job: FakeJob) -> None:
     assert found["curves"][1]["points"]["loss"][-1] == (51, 0.125), "what has not reached the root yet"
     assert [(one["step"], one["state"], one["kept"]) for one in found["checkpoints"]] == [(20, "committed", False)]
     assert [(one["rank"], one["step"]) for one in found["ranks"]] == [(0, 50), (1, 50)]
+    assert [one["verdict"] for one in found["incidents"]] == [INCIDENT.verdict]
     assert PageSource("fake").root == job.root, "a job is known by its id, too"
 
 
@@ -225,4 +231,6 @@ def test_chromium_draws_it_and_runs_nothing_of_others(job: FakeJob, tmp_path: Pa
     assert "1000 ranks: 999 on time, 1 late" in dom
     assert dom.count('class="restart"') == 1, "a restart, at the step that it was restored from"
     assert 'aria-label="loss: 60 points, steps 1 to 50' in dom
+    assert dom.count("<td>memory: rank 1 on &lt;/script&gt;") == 1
+    assert dom.count("<td>2 in &lt;/script&gt;") == 1
     assert dom.count("<td>stopped</td>") == 1

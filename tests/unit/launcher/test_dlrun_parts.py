@@ -402,8 +402,9 @@ def test_node_that_learns_of_a_failure_by_the_others_that_rejoin_says_which(
     if failed:
         findings.publish(before, findings.Finding(rank=3, host="b", cause="killed", step=7))
     agent: Any = SimpleNamespace(_starts=0, _stores=mock.Mock(lost_since_the_round_before=lambda: lost), store=before)
+    agent._pcontext = None
     agent._others = lambda _: stop.Group(store=agent.store, rank=0, size=3)
-    agent._restart_workers = lambda _: setattr(agent, "store", HashStore())
+    agent._restart_judged = lambda *_: setattr(agent, "store", HashStore())
     with caplog.at_level(logging.WARNING, "flashckpt.dlrun"):
         DlrunAgent._join(agent, mock.Mock())
     assert (caplog.messages, agent._starts) == ([said] if said else [], 1)

@@ -12,14 +12,18 @@ from support.daemons import daemon_of, forked, turn_until
 from support.memory_tier import FakeJob
 from support.ranks import wait_for
 
-from flashckpt.checkpoint import history
+from flashckpt.checkpoint import history, incidents
 from flashckpt.checkpoint.generations import claim_generation
 from flashckpt.checkpoint.history import SessionRecord, read_history, summary, write_session
+from flashckpt.checkpoint.incidents import put_incident, read_incidents
+from flashckpt.core.incident import Incident
 from flashckpt.core.records import seal
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister.history import SessionHistory
 from flashckpt.shm.control import Control
+from flashckpt.shm.incident_files import write_incident
 from flashckpt.storage.factory import open_store
+from flashckpt.storage.store import Store
 
 
 @pytest.fixture
@@ -72,6 +76,38 @@ def test_each_session_leaves_a_record_that_outlives_the_memory(job: FakeJob) -> 
     found = summary([first, second])
     assert (found["restarts"], found["restarts_by_cause"], found["steps_lost"]) == (1, {line["cause"]: 1}, 2)
     assert found["down_s"] >= 4
+
+
+def test_incidents_reach_the_root_once_it_takes_them_and_outlive_the_memory(
+    job: FakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With every write of the record, until the root has taken them; the oldest are forgotten there."""
+    monkeypatch.setattr(incidents, "MOST_INCIDENTS", 2)
+    store = open_store(job.root)
+    for number in range(3):
+        put_incident(store, f"20250101-00000{number}-0a1b2c.json", b"{}")
+    full = True
+
+    def put(store: Store, name: str, raw: bytes) -> None:
+        if full:
+            raise OSError(28, "no space left on device")
+        put_incident(store, name, raw)
+
+    monkeypatch.setattr("flashckpt.daemon.persister.history.put_incident", put)
+    found = Incident(id="20261126-051500-0a1b2c", time="now", category="storage", what="full")
+    trained(job, 12)
+    job.step(10, persist=True)
+    with daemon_of(job) as daemon:
+        turn_until(daemon, lambda: sessions(job), "the record")
+        assert len(store.list(incidents.PREFIX)) == 2
+        write_incident(job.directory.path, found)
+        turn_until(daemon, lambda: daemon.history._problem, "an attempt that fails")
+        full = False
+        job.directory.request("ended")
+        job.die()
+        assert wait_for(daemon.turn, what="the end of the daemon")
+    assert not job.directory.path.exists()
+    assert read_incidents(store) == [found]
 
 
 def test_a_failure_that_no_restart_followed_is_that_of_the_end(job: FakeJob) -> None:
