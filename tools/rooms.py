@@ -136,7 +136,7 @@ def floors(graph: Mapping[str, Collection[str]]) -> dict[str, int]:
 def drawing(root: Path = ROOT) -> str:
     """Return the lines of the block in ARCHITECTURE.md, the highest floor first."""
     files = modules(root)
-    room, graph = rooms(files, root), room_graph(files, arrows(files), root)
+    graph = room_graph(files, arrows(files), root)
     floor = floors(graph)
     width = max(map(len, graph))
     rows = [(floor[name], name, _purpose(name, root)) for name in sorted(graph, key=lambda one: (-floor[one], one))]

@@ -29,7 +29,15 @@ from flashckpt.snapshot.copy import (
 )
 from flashckpt.snapshot.copy_plan import CopyPlan
 from flashckpt.snapshot.device import DeviceCopier
-from flashckpt.snapshot.runs import CoreTime, Crowding, Offer, digest_arrivals, digest_in_slot, digest_threads
+from flashckpt.snapshot.runs import (
+    CoreTime,
+    Crowding,
+    Offer,
+    digest_arrivals,
+    digest_in_slot,
+    digest_threads,
+    places_of,
+)
 from flashckpt.snapshot.witness import Counts, FiniteWatch, Witness, counter_path
 from flashckpt.state.structure import Captured, ValuesRead
 
