@@ -27,7 +27,7 @@ from flashckpt.state.placement import local_of
 from integration.device.nets import CLASSES, DTYPES, MODULES, OPTIMIZERS, ROWS, VOCABULARY, WORDS
 
 STEPS, DIES_AT, FAILS_AT = 8, 5, 3
-LONGEST_US = 2_000
+LONGEST_US = 400
 """Of a pause of the emulated streams."""
 
 
@@ -87,7 +87,7 @@ class Trained:
     def digest(self) -> str:
         """Of every local byte of parameters, buffers and optimizer state."""
         found = hashlib.sha256()
-        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        states = [state[key] for state in self.optimizer.state.values() for key in sorted(state)]
         averages = [] if self.average is None else [*self.average.parameters(), *self.average.buffers()]
         for tensor in [*self.model.parameters(), *self.model.buffers(), *states, *averages]:
             if isinstance(tensor, torch.Tensor):
@@ -119,31 +119,42 @@ def make_trouble(fault: str, step: int, knobs: Any) -> None:
 
 
 def train(options: argparse.Namespace, knobs: Any) -> None:
-    rank, life = int(os.environ.get("RANK", "0")), options.life
-    dying = options.die if rank == 0 else ""
+    """Train to the end, or to the death that was asked for; say what came of it."""
+    rank = int(os.environ.get("RANK", "0"))
     at = torch.device("emu", (rank + options.device) % emulated_device.DEVICES)
     torch.manual_seed(1)
     nets = [Trained(words, options, at) for words in options.nets.split(",")]
     torch.manual_seed(100 + rank)
-    ckpt = Checkpointer(f"{options.folder}/root", snapshot_every=1, persist_every=1000, job=options.job)
     failures: list[str] = []
-    ckpt.on_failure = lambda error: failures.append(f"{type(error).__name__}: {error}")
-    ckpt.track(rng=True, **{name: thing for net in nets for name, thing in net.tracked().items()})
-    if dying == "restore":
-        faults.arm("restore.before-lineage")
-    knobs.schedule(options.seed, LONGEST_US)
-    report = ckpt.restore()
-    first = report.step if report else 0
+    with Checkpointer(f"{options.folder}/root", snapshot_every=1, persist_every=1000, job=options.job) as ckpt:
+        ckpt.on_failure = lambda error: failures.append(f"{type(error).__name__}: {error}")
+        ckpt.track(rng=True, **{name: thing for net in nets for name, thing in net.tracked().items()})
+        if rank == 0 and options.die == "restore":
+            faults.arm("restore.before-lineage")
+        knobs.schedule(options.seed, LONGEST_US)
+        report = ckpt.restore()
+        first = report.step if report else 0
+        loop(options, knobs, ckpt, nets, first)
+        ckpt._alive()._stager.finish()
+        knobs.schedule(0, 0)
+        end = {
+            "nets": {net.name: net.digest() for net in nets}, "first": first, "failures": failures,
+            "snapshots": ckpt.stats["snapshots"], "contexts": knobs.contexts(), "pinned": knobs.most_pinned_bytes(),
+        }  # fmt: skip
+    Path(f"{options.folder}/end{rank}").write_text(json.dumps(end))
+
+
+def loop(options: argparse.Namespace, knobs: Any, ckpt: Checkpointer, nets: Sequence[Trained], first: int) -> None:
+    """Train from the step after `first` on."""
+    rank = int(os.environ.get("RANK", "0"))
+    at, dying = torch.device("emu", (rank + options.device) % emulated_device.DEVICES), options.die if rank == 0 else ""
     if dying or options.fault:
         assert ckpt._alive().memory.wait_first(60)  # no snapshot is skipped
     generator = torch.Generator().manual_seed(7 + rank)
-    batches = [
-        (torch.randint(0, VOCABULARY, (ROWS, WORDS), generator=generator), torch.randint(0, CLASSES, (ROWS,), generator=generator))
-        for _ in range(STEPS)
-    ]  # fmt: skip
+    tokens = torch.randint(0, VOCABULARY, (STEPS, ROWS, WORDS), generator=generator)
+    wanted = torch.randint(0, CLASSES, (STEPS, ROWS), generator=generator)
     for step in range(first + 1, STEPS + 1):
-        tokens, wanted = (one.to(at) for one in batches[step - 1])
-        losses = [net.step(tokens, wanted) for net in nets]
+        losses = [net.step(tokens[step - 1].to(at), wanted[step - 1].to(at)) for net in nets]
         if dying == "step" and step == DIES_AT:
             kill()
         for net in nets:
@@ -154,16 +165,10 @@ def train(options: argparse.Namespace, knobs: Any) -> None:
             die_in_a_copy()
         make_trouble(options.fault, step, knobs)
         ckpt.step(step)
+        if options.fault == "memory-in-the-copy":
+            ckpt.fence()  # it is the copy thread that is refused memory
         with Path(f"{options.folder}/trace{rank}").open("a") as file:
-            file.write(f"{life} {step} {' '.join(float(loss.item()).hex() for loss in losses)}\n")
-    ckpt._alive()._stager.finish()
-    knobs.schedule(0, 0)
-    end = {
-        "nets": {net.name: net.digest() for net in nets}, "first": first, "failures": failures,
-        "snapshots": ckpt.stats["snapshots"], "contexts": knobs.contexts(), "pinned": knobs.most_pinned_bytes(),
-    }  # fmt: skip
-    Path(f"{options.folder}/end{rank}").write_text(json.dumps(end))
-    ckpt.close()
+            file.write(f"{options.life} {step} {' '.join(float(loss.item()).hex() for loss in losses)}\n")
 
 
 def main() -> None:
@@ -182,7 +187,7 @@ def main() -> None:
     torch.set_num_threads(1)
     knobs = emulated_device.install()
     if options.staged:
-        accelerator.registers = lambda api=None: False  # type: ignore[assignment]  # as a device that cannot
+        accelerator.registers = lambda api=None: False  # as a device that cannot
     if options.fault == "pins":
         knobs.pin_limit(0)
     if options.kind != "plain":

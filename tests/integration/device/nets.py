@@ -40,6 +40,7 @@ class Net(nn.Module):
         super().__init__()
         self.embedding, self.middle, self.dropout = nn.Embedding(VOCABULARY, 24), middle, nn.Dropout(0.1)
         self.head = nn.Linear(width, CLASSES)
+        self.table: torch.Tensor
         self.register_buffer("table", torch.zeros(150, 120))
         for number, dtype in enumerate(KEPT):
             self.register_buffer(f"kept{number}", torch.zeros(5 + number, dtype=dtype))
@@ -62,8 +63,10 @@ def mlp() -> Net:
 
 def convolution() -> Net:
     """Running statistics, which no optimizer owns, and weights that are no run of memory."""
-    image = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
-    return Net(nn.Sequential(nn.Unflatten(1, (1, WORDS)), image.to(memory_format=torch.channels_last)), 8 * WORDS * 24)
+    first = nn.Conv2d(WORDS, 8, 3, padding=1)
+    first.weight.data = first.weight.data.contiguous(memory_format=torch.channels_last)
+    image = nn.Sequential(first, nn.BatchNorm2d(8), nn.ReLU())
+    return Net(nn.Sequential(nn.Unflatten(2, (4, 6)), image), 8 * 24)
 
 
 def attention() -> Net:

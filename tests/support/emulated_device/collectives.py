@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _create_work_from_future
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]  # torch has no stub
 from torch.futures import Future
 
 NAME = "staged"
@@ -35,7 +35,10 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-class Staged(dist.ProcessGroup):
+_Group: Any = dist.ProcessGroup  # whose parameters have other names in each release
+
+
+class Staged(_Group):  # type: ignore[misc]  # as that
     """Every call ends before it returns; what it queues on the device comes behind what was queued there."""
 
     def __init__(self, rank: int, size: int, inner: Any) -> None:
@@ -58,7 +61,7 @@ class Staged(dist.ProcessGroup):
         return self._run("allreduce", list(zip(tensors, host, strict=True)), host, opts or dist.AllreduceOptions())
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
-        plain = dist.AllreduceOptions()
+        plain: Any = dist.AllreduceOptions()
         plain.reduceOp = opts.reduceOp if opts is not None else plain.reduceOp
         for one in tensors:
             self.allreduce([one], plain)
@@ -87,7 +90,7 @@ class Staged(dist.ProcessGroup):
     def _reduce_scatter_base(self, output: Any, given: Any, opts: Any) -> Any:
         whole = given.cpu()  # summed everywhere, of which each takes its part
         is_mean = opts.reduceOp == dist.ReduceOp.AVG
-        plain = dist.AllreduceOptions()
+        plain: Any = dist.AllreduceOptions()
         plain.reduceOp = dist.ReduceOp.SUM if is_mean else opts.reduceOp
         self._inner.allreduce([whole], plain).wait()
         part = whole.view(-1).chunk(self.size())[self.rank()].view(output.shape)
