@@ -170,8 +170,9 @@ class Environment:
     )
     FLASHCKPT_LOCKED_MB = _number(
         "rank",
-        "Most MB that a rank page-locks for its slots; larger ones are filled through four blocks of 16 MiB.",
-        1024,
+        "Most MB that a rank page-locks for its slots; larger ones are filled through four blocks of 16 MiB. Not set: a "
+        "quarter of the machine's memory, shared by its ranks.",
+        None,
         0,
     )
     FLASHCKPT_JOB_ID = _matching(

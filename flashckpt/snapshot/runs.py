@@ -344,16 +344,27 @@ def digest_arrivals(
         return time.thread_time() - began
 
     with ThreadPoolExecutor(threads, thread_name_prefix="flashckpt-digest") as pool:
-        parts = [pool.submit(digest, places) for items in arrivals for places in _handed(places_of(items))]
+        parts = [pool.submit(digest, places) for items in arrivals for places in _handed(items)]
     return sum(part.result() for part in parts)
 
 
-def _handed(places: Ints) -> list[Ints]:
-    """Cut places into what one thread digests at a time, long items too."""
-    offset, nbytes, first = places.T
-    _, (_, offset, nbytes, first) = _dealt(np.zeros_like(offset), offset, nbytes, first)
-    cuts = np.flatnonzero(np.diff((np.cumsum(nbytes) - nbytes) // _HANDED_BYTES)) + 1
-    return np.split(np.column_stack((offset, nbytes, first)), cuts)
+def _handed(items: Sequence[Item]) -> Iterator[Ints]:
+    """Cut what has arrived into what one thread digests at a time, long items too."""
+    if sum(item.nbytes for item in items) <= _HANDED_BYTES:
+        yield places_of(items)
+        return
+    places: list[tuple[int, int, int]] = []
+    size = 0
+    for item in items:
+        for at in range(0, item.nbytes, _HANDED_BYTES):
+            nbytes = min(item.nbytes - at, _HANDED_BYTES)
+            places.append((item.offset + at, nbytes, item.first_chunk + at // CHUNK_BYTES))
+            size += nbytes
+            if size >= _HANDED_BYTES:
+                yield np.array(places, np.int64)
+                places, size = [], 0
+    if places:
+        yield np.array(places, np.int64)
 
 
 def digest_threads() -> int:

@@ -144,8 +144,12 @@ _LET_GO_S = 2.0
 
 
 def locks_slots(nbytes: int) -> bool:
-    """Whether a rank page-locks its slots: where the device can use them so, and they are few bytes."""
-    return accelerator.registers() and nbytes <= env.FLASHCKPT_LOCKED_MB * 1_000_000
+    """Whether a rank page-locks its slots: where the device can use them so, and they are no large part of the machine's memory."""
+    most = env.FLASHCKPT_LOCKED_MB
+    if most is not None:
+        return accelerator.registers() and nbytes <= most * 1_000_000
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return accelerator.registers() and nbytes <= memory // 4 // env.LOCAL_WORLD_SIZE
 
 
 class RankSegments:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -146,8 +147,13 @@ def test_memory_that_is_there_already_is_registered_nowhere_else_than_where_torc
 
 
 def test_slots_are_locked_up_to_the_bound_and_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (locks_slots(1_024_000_000), locks_slots(1_024_000_001)) == (True, False)
+    quarter = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    assert (locks_slots(quarter), locks_slots(quarter + 1)) == (True, False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert (locks_slots(quarter // 8), locks_slots(quarter // 8 + 1)) == (True, False)
     assert locked(30_000_000) == "its slots, 30.0 MB"
+    monkeypatch.setenv("FLASHCKPT_LOCKED_MB", "30")
+    assert (locks_slots(30_000_000), locks_slots(30_000_001)) == (True, False)
     monkeypatch.setenv("FLASHCKPT_LOCKED_MB", "0")
     assert locked(30_000_000) == "at most 67.1 MB of staging buffers"
 

@@ -87,7 +87,6 @@ def test_what_is_copied_without_digests_gets_the_same_ones_in_the_slot(copied_by
 def test_what_arrives_gets_the_same_digests_from_any_number_of_threads(
     monkeypatch: pytest.MonkeyPatch, copied_by: str, threads: int
 ) -> None:
-    monkeypatch.setattr(runs, "_DEALT_BYTES", CHUNK_BYTES)
     monkeypatch.setattr(runs, "_HANDED_BYTES", CHUNK_BYTES)
     tensors = [torch.randn(size) for size in SIZES]
     slot = Slot(tensors)
