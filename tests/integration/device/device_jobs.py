@@ -119,7 +119,7 @@ MATRIX = [
     (Case("optimizers-staged", tuple(f"{name}/mlp/float32" for name in OPTIMIZERS), staged=True), "step"),
     (Case("modules", tuple(f"adamw/{name}/float32" for name in MODULES)), "restore"),
     (Case("modules-staged", tuple(f"adamw/{name}/float32" for name in MODULES), staged=True), "copy"),
-    (Case("dtypes", ("adamw/mlp/bfloat16", "adamw/mlp/float64", "sgd/mlp/float16", "sgd-fused/mlp/bfloat16")), "copy"),
+    (Case("dtypes", ("adamw/mlp/bfloat16", "adamw/mlp/float64", "sgd/mlp/float16")), "copy"),
     (Case("ddp-others", ("amsgrad/attention/float32", "sgd/convolution/float32"), "ddp", staged=True), "copy"),
     (Case("fsdp-others", ("foreach/attention/float32", "sgd/mlp/bfloat16"), "fsdp", staged=True), "copy"),
 ]

@@ -20,7 +20,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "amsgrad": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
     "capturable": lambda p: torch.optim.Adam(p, lr=1e-2, capturable=True),
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
-    "sgd-fused": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, fused=True),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.5, centered=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
     "adadelta": torch.optim.Adadelta,
