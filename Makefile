@@ -146,10 +146,10 @@ PROGRAM_TESTS := $(addprefix tests/integration/programs/programs_,$(addsuffix .p
 test-programs: setup  ## what a user installs and starts: examples, plug-ins, the wheel's content, benchmarks; a daemon whose S3 server fails
 	$(BIN)/python -m pytest $(SHARED) --workers $(WORKERS) $(PROGRAM_TESTS)
 
-# The device is built first: two workers would both build it.
+# The waits alone, which prints the list of them; in workers' output it would be lost.
 test-device: setup  ## the path through an accelerator, on one that is emulated: each wait left out is found; kills, failures, DDP, FSDP2 (a C++ compiler)
-	PYTHONPATH=tests $(BIN)/python -c "from support import emulated_device as d; print(d.why_not() or d.built())"
-	$(BIN)/python -m pytest -rP $(SHARED) --workers $(WORKERS) $(addprefix tests/integration/device/device_,$(addsuffix .py,controls jobs failures))
+	$(BIN)/python -m pytest -rP $(SHARED) tests/integration/device/device_controls.py
+	$(BIN)/python -m pytest $(SHARED) --workers $(WORKERS) tests/integration/device/device_jobs.py tests/integration/device/device_failures.py
 
 test-nodes: setup  ## many nodes as network namespaces: dead nodes, cut links, stops (root)
 	$(BIN)/python -m pytest $(SHARED) tests/integration/nodes/nodes.py tests/integration/nodes/nodes_trainer.py tests/integration/nodes/nodes_restore.py tests/integration/nodes/nodes_replicas.py tests/integration/nodes/nodes_benchmarks.py
