@@ -25,7 +25,7 @@ _DEVICE = re.compile(
     r"^AcceleratorError\b(?!.*error: (?:device-side assert triggered|out of memory|invalid |no kernel image|misaligned"
     r"|an illegal (?:memory access|instruction)|operation not (?:supported|permitted)))"
 )
-"""Of torch, whatever the kind of device: an assertion, a wrong argument or address is the program's own error, and stays one."""
+"""Errors of a device of any kind; an assertion, a wrong argument or address is the program's own error, and stays one."""
 _SIGNALLED = re.compile(
     r"killed by signal: (terminated|interrupt|hangup|quit|user defined)|DataLoader worker .*exited unexpectedly|^KeyboardInterrupt\b",
     re.IGNORECASE,
