@@ -21,6 +21,11 @@ _PASSING = re.compile(
     r"|network is unreachable|stale file handle|transport endpoint is not connected",
     re.IGNORECASE,
 )
+_DEVICE = re.compile(
+    r"^AcceleratorError\b(?!.*error: (?:device-side assert triggered|out of memory|invalid |no kernel image|misaligned"
+    r"|an illegal (?:memory access|instruction)|operation not (?:supported|permitted)))"
+)
+"""Errors of a device of any kind; an assertion, a wrong argument or address is the program's own error, and stays one."""
 _SIGNALLED = re.compile(
     r"killed by signal: (terminated|interrupt|hangup|quit|user defined)|DataLoader worker .*exited unexpectedly|^KeyboardInterrupt\b",
     re.IGNORECASE,
@@ -95,6 +100,11 @@ class WorkerExit:
         return self.code in PASSING_CODES or bool(self._says(_PASSING))
 
     @property
+    def is_of_device(self) -> bool:
+        """Whether a device, its driver or a kernel failed (a context that was lost): nothing in the script has to be wrong."""
+        return bool(self._says(_DEVICE))
+
+    @property
     def is_echo(self) -> bool:
         """Whether it only noticed the end of another rank."""
         return bool(self.lost_connection)
@@ -120,7 +130,8 @@ class FailureReport:
     @property
     def fingerprint(self) -> str:
         """The text by which this failure is the same as another; "" where it is not the script's own error."""
-        is_own = bool(self.first.traceback) and not self.first.is_echo and not self.first.may_pass
+        first = self.first
+        is_own = bool(first.traceback) and not (first.is_echo or first.may_pass or first.is_of_device)
         return fingerprint(self.first) if is_own else ""
 
     def render(self, action: str) -> str:

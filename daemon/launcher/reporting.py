@@ -185,6 +185,8 @@ class FailureReporter:
 def _cause(first: failures.WorkerExit, context: WorkerContext, oom_kills: int) -> str:
     if first in context.standing:
         return _STOPPED
+    if first.is_of_device:
+        return f"exit code {first.code}: an error of the device, its driver or a kernel"
     return failures.describe_exit(first.code, oom_kills=oom_kills) if first.failed else _LEFT
 
 

@@ -199,3 +199,19 @@ def test_bare_import_of_a_linked_package_is_refused() -> None:
         )
         assert result.returncode != 0
         assert f"as flashckpt.{'NAME' if name == 'extras' else name}," in result.stderr
+
+
+KINDS = {"cuda", "xpu", "npu", "mtia", "hpu", "mps", "cudart", "is_cuda"}
+"""Modules of torch for one kind of device, and names that only one of them has."""
+
+
+def test_one_module_of_the_core_names_a_kind_of_device() -> None:
+    """All others ask it what a device can do: the path that runs on one kind is that of each."""
+    named = {
+        path.relative_to(ROOT).as_posix()
+        for top in ("flashckpt", "daemon", "sampler")
+        for path in modules(top)
+        if any(isinstance(node, ast.Attribute) and node.attr in KINDS for node in nodes_of(path))
+        or any(name.startswith(f"torch.{kind}") for name in imported(path) for kind in KINDS)
+    }
+    assert named == {"flashckpt/accelerator.py"}

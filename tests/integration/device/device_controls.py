@@ -87,7 +87,7 @@ def snapshots(
 
             Checkpointer._begin = begin  # type: ignore[method-assign]  # as if it had seen the capture
         try:
-            return made.train(between or (lambda run, step: None), fails_at=fails_at)
+            return made.train(between, fails_at=fails_at)
         finally:
             Checkpointer._begin = real  # type: ignore[method-assign]  # as it was
 
@@ -111,8 +111,6 @@ class Control:
 
 
 LOCKED, STAGED = snapshots(is_locked=True), snapshots(is_locked=False)
-UNSEEN = {"the fence (staged)", "the side stream of what the copy thread makes (staged)"}
-"""Not shown: two blocks at most are under way when the training thread is let through, and on a busy machine they have arrived."""
 CONTROLS = [
     *(
         control
@@ -143,7 +141,6 @@ CONTROLS = [
                 snapshots(is_locked=way == "page-locked", between=replays, is_captured=True),
             ),
         )
-        if control.name not in UNSEEN
     ),
     Control("the wait before a slot is given up", Stager, "_run",
             "self._lanes.wait()  # nothing may still be on its way into a slot that is given up",

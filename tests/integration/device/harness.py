@@ -6,6 +6,7 @@ import itertools
 import random
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -72,6 +73,8 @@ class Run:
         self.wrong: list[str] = []
         self.sums: list[torch.Tensor] = []
         self.kept: list[Any] = []
+        self.has_freed = threading.Event()
+        self.has_freed.set()
 
     def look(self, snapshot: Snapshot) -> None:
         """Compare what lies in a slot that is about to be COMPLETE with the step it is of."""
@@ -90,7 +93,7 @@ class Run:
         if before != [bytes(area) for area in areas]:
             self.wrong.append(f"step {snapshot.request.id.step}: written to when it was given up")
 
-    def train(self, between: Callable[[Run, int], None] = lambda run, step: None, fails_at: int = 0) -> list[str]:
+    def train(self, between: Callable[[Run, int], None] | None = None, fails_at: int = 0) -> list[str]:
         """Train; return what is wrong in snapshots or in training.
 
         Args:
@@ -117,11 +120,15 @@ class Run:
                 with torch.no_grad():
                     for buffer in self.model.buffers():
                         buffer.add_(1)
+                if between is None:
+                    self.has_freed.clear()
                 self.ckpt.step(step)
-                between(self, step)
+                if between is not None:  # which may wait for the copy
+                    between(self, step)
                 with torch.no_grad():
                     for buffer in self.model.buffers():  # what is not fenced may change at once
                         buffer.add_(100).sub_(100)
+            self.has_freed.set()
             self.ckpt._alive()._stager.finish()
             self.knobs.schedule(0, 0)
             self.wrong += [f"a wrong sum in training, by {one.item():.0f}" for one in self.sums if one.item() != 0]
@@ -133,10 +140,14 @@ class Run:
 
     def forward(self) -> None:
         """Use memory and free it while what reads it is still queued, as activations are."""
-        for count in (40_000, 300):
-            temporary = torch.full((count,), 3.0, device=self.at)
-            self.sums.append((temporary.sum() - 3 * count).abs())
-            del temporary
+        large = torch.full((40_000,), 3.0, device=self.at)
+        self.sums.append((large.sum() - 120_000).abs())
+        small = torch.full((300,), 3.0, device=self.at)
+        for _ in range(6):
+            small.add_(1)
+        self.sums.append((small.sum() - 2_700).abs())
+        del large, small  # the last one is the next to be handed out
+        self.has_freed.set()
 
     @contextmanager
     def _watched(self, fails_at: int) -> Iterator[None]:
@@ -146,9 +157,9 @@ class Run:
         registers = accelerator.registers
 
         def copy(stager: Stager, snapshot: Snapshot) -> None:
-            time.sleep(
-                late.choice([0, 0.5, 2]) * LONGEST_US / 1e6
-            )  # no wait: as late as a busy machine makes the thread
+            if late.random() < 0.5:  # when training has just freed memory that its queue still uses
+                assert self.has_freed.wait(TIMEOUT_S)
+            time.sleep(late.choice([0, 0.5, 2, 4]) * LONGEST_US / 1e6)  # no wait: as late as a busy machine makes it
             real_copy(stager, snapshot)
 
         def commit(stager: Stager, snapshot: Snapshot, digests: Any) -> None:

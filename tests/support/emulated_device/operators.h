@@ -135,6 +135,39 @@ inline std::tuple<at::Tensor, at::Tensor> dropout(const at::Tensor& self, double
   return {self * mask * (1 / (1 - p)), mask};
 }
 
+// ---- convolutions: torch asks a backend for its own; these wait for their stream ----
+
+inline at::Tensor brought(Stream* stream, const at::Tensor& t, c10::Device device) {
+  if (!t.defined()) return t;
+  auto made = at::empty_strided(t.sizes(), t.strides(), t.options().device(device));
+  queue_copy(stream, exposed(made), t);
+  return made;
+}
+inline at::Tensor convolution(const at::Tensor& self, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                              at::SymIntArrayRef stride, at::SymIntArrayRef padding, at::SymIntArrayRef dilation,
+                              bool transposed, at::SymIntArrayRef output_padding, c10::SymInt groups) {
+  Stream* stream = current(self.device().index());
+  stream->drain();
+  std::optional<at::Tensor> own;
+  if (bias.has_value() && bias->defined()) own = exposed(*bias);
+  auto out = at::convolution_symint(exposed(self), exposed(weight), own, stride, padding, dilation, transposed,
+                                    output_padding, groups);
+  return brought(stream, out, self.device());
+}
+inline std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
+    const at::Tensor& grad, const at::Tensor& self, const at::Tensor& weight, at::SymIntArrayRef stride,
+    at::SymIntArrayRef padding, at::SymIntArrayRef dilation, bool transposed, at::SymIntArrayRef output_padding,
+    c10::SymInt groups, std::array<bool, 3> mask) {
+  Stream* stream = current(self.device().index());
+  stream->drain();
+  std::vector<c10::SymInt> bias{weight.sym_size(transposed ? 1 : 0) * (transposed ? groups : c10::SymInt(1))};
+  auto [of_self, of_weight, of_bias] =
+      at::convolution_backward_symint(exposed(grad), exposed(self), exposed(weight), at::SymIntArrayRef(bias), stride,
+                                      padding, dilation, transposed, output_padding, groups, mask);
+  return {brought(stream, of_self, self.device()), brought(stream, of_weight, self.device()),
+          brought(stream, of_bias, self.device())};
+}
+
 // ---- all other operators ----
 
 using Each = std::function<at::Tensor(const at::Tensor&)>;

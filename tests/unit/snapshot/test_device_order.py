@@ -279,8 +279,17 @@ def test_a_fence_that_comes_before_the_copies_are_queued_does_not_wait_until_the
     join, enqueue, happen = Offer.join, DeviceCopier.enqueue, FakeEvent.synchronize
     with tensors_as_on_a_device(monkeypatch):
         ckpt = opened(tmp_path / "root", model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-        monkeypatch.setattr(Offer, "join", lambda offer: (fence_is_there.set(), join(offer))[1])
-        monkeypatch.setattr(DeviceCopier, "enqueue", lambda *of: (fence_is_there.wait(30), enqueue(*of))[1])
+
+        def join_late(offer: Offer) -> None:
+            fence_is_there.set()
+            join(offer)
+
+        def enqueue_later(*given: Any, **more: Any) -> Any:
+            fence_is_there.wait(30)
+            return enqueue(*given, **more)
+
+        monkeypatch.setattr(Offer, "join", join_late)
+        monkeypatch.setattr(DeviceCopier, "enqueue", enqueue_later)
         monkeypatch.setattr(FakeEvent, "synchronize", lambda event: (arrive.wait(60), happen(event))[1])
         ckpt.step(1)
         fencing = threading.Thread(target=ckpt.fence)
