@@ -1,10 +1,11 @@
 """From SIGKILL of a rank to its next step on a GPU, by phase: the CUDA context and NCCL apart, the restore from memory to the device.
 
     python benchmarks/gpu_restart.py --gb 16 --seconds 60 --json out/gpu-restart.json [--device cpu]
-    python benchmarks/gpu_restart.py --gb 0.1 --device cpu --context-s 3 --standby 1 --turns 3 --kills 2 --seconds 200 --json ...
+    python benchmarks/gpu_restart.py --gb 0.1 --device emu --context-s 3 --standby 1 --turns 3 --kills 2 --seconds 200 --json ...
 
 One rank under dlrun, which forks it from a process that has the imports done. 16 GB are a billion parameters with two moments.
-With --standby the job without standby processes and the one with them take turns; a kill waits until they are ready.
+With --standby the job without standby processes and the one with them take turns; a kill waits until they are ready. "emu" is the
+emulated device of the tests (a C++ compiler), whose context takes --context-s.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from processes import descendants
 
 from flashckpt.bench.measure import LoadWatch, document, summarise, write_json
 
-SLOW_CONTEXT = Path(__file__).resolve().parents[1] / "tests" / "support" / "slow_context.py"
+EMULATED = Path(__file__).resolve().parents[1] / "tests" / "support" / "emulated_dlrun.py"
 RANK = Path(__file__).with_name("gpu_restart_rank.py")
 READY = "standby processes are ready"
 PHASES = ("fork", "import", "CUDA context", "process group", "build", "restore", "first step")
@@ -85,11 +86,12 @@ def job(options: argparse.Namespace, standby: int, end: float) -> tuple[list[dic
     """Run one job and kill its rank again and again; return the phases, why it stopped early, the end of its log then."""
     with tempfile.TemporaryDirectory(prefix="flashckpt-gpu-", ignore_cleanup_errors=True) as name:
         folder, base = Path(name), os.environ.get("FLASHCKPT_SHM_DIR", "/dev/shm")
-        program = [str(SLOW_CONTEXT)] if options.context_s is not None else ["-m", "flashckpt.daemon.run"]
+        program = [str(EMULATED)] if options.device == "emu" else ["-m", "flashckpt.daemon.run"]
         words = [*program, "--standalone", "--nproc-per-node=1", f"--max-restarts={options.kills}"]
         words += [f"--standby={standby}", str(RANK), name, "--gb", str(options.gb), "--device", options.device]
         environment = {**os.environ, "FLASHCKPT_SHM_DIR": f"{base}/restart"}
-        environment |= {"SLOW_CONTEXT_S": str(options.context_s or 0), "SLOW_CONTEXT_LOG": f"{name}/contexts"}
+        environment["EMULATED_CONTEXT_MS"] = str(round(options.context_s * 1000))
+        environment |= {"OPENBLAS_NUM_THREADS": "1"} if options.device == "emu" else {}  # it is forked with the device in it
         with (folder / "log").open("wb") as log:
             agent = subprocess.Popen(
                 [sys.executable, *words], stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
@@ -120,10 +122,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, default=16.0)
     parser.add_argument("--kills", type=int, default=3, help="of each job")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--device", choices=("cuda", "cpu", "emu"), default="cuda")
     parser.add_argument("--standby", type=int, default=0, help="standby processes of every second job")
     parser.add_argument("--turns", type=int, default=1, help="jobs of each kind")
-    parser.add_argument("--context-s", type=float, help="with --device cpu: a stand-in for a context, made in so long")
+    parser.add_argument("--context-s", type=float, default=0.0, help="with --device emu: how long a context takes")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()

@@ -7,7 +7,6 @@ ENTERED = time.time()
 import argparse  # noqa: E402 -- the time of the first line is the measurement
 import json  # noqa: E402
 import os  # noqa: E402
-import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
@@ -30,13 +29,13 @@ def main() -> None:
             torch.cuda.synchronize()
         marks[name] = time.time()
 
-    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
-    if "slow_context" in sys.modules:  # of gpu_restart.py --context-s
-        sys.modules["slow_context"].RUNTIME.synchronize(0)
+    device = torch.device("cpu") if options.device == "cpu" else torch.device(options.device, 0)
     torch.zeros(1, device=device)  # the first use of a device makes its context
     mark("context")
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    dist.all_reduce(torch.ones(1, device=device))  # the first collective makes the communicator
+    dist.all_reduce(
+        torch.ones(1, device=device if device.type == "cuda" else "cpu")
+    )  # the first collective makes the communicator
     mark("group")
     from flashckpt import Checkpointer
 

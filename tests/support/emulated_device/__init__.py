@@ -68,7 +68,7 @@ def _module(core: Any) -> Any:
     """Return `torch.emu`."""
     module: Any = types.ModuleType(f"torch.{NAME}")
     forked: list[bool] = []
-    os.register_at_fork(after_in_child=lambda: forked.append(True))
+    os.register_at_fork(after_in_child=lambda: forked.append(True) if core.contexts() else None)
 
     def index(device: Any) -> int:
         found = device if device is None or isinstance(device, int) else torch.device(device).index
