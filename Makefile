@@ -148,7 +148,7 @@ test-programs: setup  ## what a user installs and starts: examples, plug-ins, th
 
 # The waits alone, which prints the list of them; in workers' output it would be lost.
 test-device: setup  ## the path through an accelerator, on one that is emulated: each wait left out is found; kills, failures, DDP, FSDP2 (a C++ compiler)
-	$(BIN)/python -m pytest -rP $(SHARED) tests/integration/device/device_controls.py
+	$(BIN)/python -m pytest -rP $(SHARED) tests/integration/device/device_controls.py tests/integration/device/device_model.py
 	$(BIN)/python -m pytest $(SHARED) --workers $(WORKERS) tests/integration/device/device_jobs.py tests/integration/device/device_failures.py tests/integration/device/device_standby.py
 
 test-nodes: setup  ## many nodes as network namespaces: dead nodes, cut links, stops (root)
