@@ -55,7 +55,7 @@ def lived(folder: Path, world: int) -> set[int]:
     found: dict[int, int] = {}
     for path in folder.glob(f"life{world}.*-rank*"):
         generation = int(path.name.split(".")[1].split("-")[0])
-        found[generation] = found.get(generation, 0) + 1
+        found[generation] = found.get(generation, 0) + bool(path.read_text())  # made first, written then
     return {generation for generation, ranks in found.items() if ranks == world}
 
 
