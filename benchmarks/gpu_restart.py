@@ -91,7 +91,8 @@ def job(options: argparse.Namespace, standby: int, end: float) -> tuple[list[dic
         words += [f"--standby={standby}", str(RANK), name, "--gb", str(options.gb), "--device", options.device]
         environment = {**os.environ, "FLASHCKPT_SHM_DIR": f"{base}/restart"}
         environment["EMULATED_CONTEXT_MS"] = str(round(options.context_s * 1000))
-        environment |= {"OPENBLAS_NUM_THREADS": "1"} if options.device == "emu" else {}  # it is forked with the device in it
+        if options.device == "emu":  # the zygote is forked with the device in it, which takes a single thread
+            environment["OPENBLAS_NUM_THREADS"] = "1"
         with (folder / "log").open("wb") as log:
             agent = subprocess.Popen(
                 [sys.executable, *words], stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
