@@ -51,9 +51,9 @@ def waited_event(api: Any) -> Any:
 
 
 def is_capturing() -> bool:
-    """Whether what is queued now becomes part of a graph, to be replayed later."""
-    _, api = in_use()
-    return bool(getattr(api, "is_current_stream_capturing", bool)())
+    """Whether what is queued now becomes part of a graph, to be replayed later; asked at every optimizer step."""
+    api = runtime()
+    return bool(api.is_initialized() and getattr(api, "is_current_stream_capturing", bool)())
 
 
 def fails_in_a_fork() -> bool:

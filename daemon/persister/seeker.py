@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.errors import FlashckptError
 from flashckpt.shm.inventory import NodeInventory, pin_all, release
 from flashckpt.shm.segment import Pin
 
@@ -37,16 +38,20 @@ class Seeker:
             return
         is_over = threading.Event()
         thread = threading.Thread(target=self._seek, args=(first, is_over), name="flashckpt-seeker", daemon=True)
-        thread.start()
+        with contextlib.suppress(RuntimeError):  # a limit on threads: it is looked at in the next turn, as without this
+            thread.start()
         try:
             yield
         finally:
             is_over.set()
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
 
     def _seek(self, first: SnapshotId, is_over: threading.Event) -> None:
         while not is_over.wait(LOOK_S):
-            with contextlib.suppress(OSError):  # the job directory is being removed
+            with contextlib.suppress(
+                OSError, FlashckptError
+            ):  # the job directory is being removed; a turn says what else
                 view = self._see()
                 found = next((identity for identity in view.flagged() if identity >= first), None)
                 pins = pin_all(view, found, tuple(view.holders(found))) if found is not None else None

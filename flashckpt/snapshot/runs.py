@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -332,7 +332,8 @@ def digest_arrivals(
 ) -> float:
     """Digest batches as they arrive in the slot: a fast bus brings them several times as fast as one thread digests.
 
-    Where this returns or raises, no thread reads the slot any more.
+    Where this returns or raises, no thread reads the slot any more. Where no thread can be started (a limit, or the
+    interpreter is ending, which may wait for this very snapshot) the calling one digests.
 
     Returns:
         Seconds that cores took for it, the calling thread's left out.
@@ -343,8 +344,13 @@ def digest_arrivals(
         digest_in_slot(places, buffer, digests)
         return time.thread_time() - began
 
+    parts: list[Future[float]] = []
     with ThreadPoolExecutor(threads, thread_name_prefix="flashckpt-digest") as pool:
-        parts = [pool.submit(digest, places) for items in arrivals for places in _handed(items)]
+        for places in (places for items in arrivals for places in _handed(items)):
+            try:
+                parts.append(pool.submit(digest, places))
+            except RuntimeError:
+                digest(places)
     return sum(part.result() for part in parts)
 
 

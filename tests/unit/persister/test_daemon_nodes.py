@@ -23,6 +23,7 @@ from flashckpt.daemon.persister import flush, messaging, negotiation, persist
 from flashckpt.daemon.persister.agreement import Search, choose_proposal, next_candidate, of_other_nodes
 from flashckpt.daemon.persister.housekeeping import Housekeeper
 from flashckpt.daemon.persister.retire import superseded
+from flashckpt.daemon.persister.seeker import Seeker
 from flashckpt.daemon.persister.service import Daemon
 from flashckpt.faults import CRASH_POINTS
 from flashckpt.shm.inventory import scan
@@ -107,6 +108,18 @@ def test_the_snapshot_to_meet_at_is_held_however_long_the_root_takes(
         assert meeting in node.common()
         daemon.turn()
         assert daemon.persisting.negotiation.candidate == meeting
+
+
+def test_a_limit_on_threads_keeps_nobody_from_asking_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    seeker, asked = Seeker(lambda: pytest.fail("no thread looks")), list[bool]()
+    with seeker.seeking(SnapshotId(1, 20)):
+        asked.append(True)
+    seeker.let_go()
+    assert asked
 
 
 def test_only_the_node_with_rank_0_sweeps_for_all(nodes: list[FakeJob], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures.thread
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -102,6 +103,22 @@ def test_what_arrives_gets_the_same_digests_from_any_number_of_threads(
     batches = [slot.items[:3], [], slot.items[3:]]
     assert runs.digest_arrivals(batches, slot.buffer, slot.digests, threads=threads) > 0
     assert len(handed) >= 5, "a long tensor is for several threads"
+    assert np.array_equal(slot.digests, np.concatenate([chunk_digests(tensor.numpy()) for tensor in tensors]))
+
+
+@pytest.mark.parametrize("why", ["the interpreter is ending", "a limit on threads"])
+def test_where_no_thread_can_be_started_the_calling_one_digests(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    if why == "a limit on threads":
+        monkeypatch.setattr(threading.Thread, "start", refused)
+    else:
+        monkeypatch.setattr(concurrent.futures.thread, "_shutdown", True)
+    tensors = [torch.randn(size) for size in SIZES]
+    slot = Slot(tensors)
+    slot.runs.copy(slot.buffer)
+    runs.digest_arrivals([slot.items], slot.buffer, slot.digests, threads=2)
     assert np.array_equal(slot.digests, np.concatenate([chunk_digests(tensor.numpy()) for tensor in tensors]))
 
 
