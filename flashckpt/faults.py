@@ -58,6 +58,7 @@ CRASH_POINTS: dict[str, str] = {
     # dlrun's agent: ranks from standby processes
     "standby.before-go": "standby processes were asked and have answered, none of them is a rank",
     "standby.after-go": "standby processes run the script, their agent has not noted them as its workers",
+    "incident.before-rename": "report of an incident written, not under its name",
     # daemon
     "persist.before-intent": "candidate pinned, intent not written",
     "persist.after-intent": "intent written, no data",

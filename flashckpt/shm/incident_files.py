@@ -9,6 +9,7 @@ from pathlib import Path
 
 from flashckpt.core.incident import MOST_BYTES, Incident, decode, encode
 from flashckpt.errors import DamagedError, FlashckptError
+from flashckpt.faults import crash_point
 from flashckpt.shm.private import private_directory, read_file
 
 FOLDER = "incidents"
@@ -27,10 +28,16 @@ def write_incident(job: Path, incident: Incident) -> Path:
     folder = job / FOLDER
     with private_directory(job) as above, private_directory(folder, create=True, within=above) as inside:
         name = f"{incident.id}.json"
-        fd = os.open(f".{name}", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=inside)
-        with os.fdopen(fd, "wb") as file:
-            file.write(encode(incident))
-        os.rename(f".{name}", name, src_dir_fd=inside, dst_dir_fd=inside)
+        part = f".{name}"  # one that dies here leaves it; it goes with the job directory
+        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=inside)
+        try:
+            with os.fdopen(fd, "wb") as file:
+                file.write(encode(incident))
+            crash_point("incident.before-rename")
+            os.rename(part, name, src_dir_fd=inside, dst_dir_fd=inside)
+        except OSError:  # no room
+            os.unlink(part, dir_fd=inside)
+            raise
         for old in incident_names(job)[:-MOST_FILES]:
             os.unlink(old, dir_fd=inside)
     return folder / name

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.memory import killed_at
 
 from flashckpt.core.incident import CLASSES, Incident, decode, encode, in_ranges
 from flashckpt.core.records import pack
@@ -287,6 +290,28 @@ def test_a_job_directory_keeps_the_newest_incidents_and_what_is_no_incident_is_l
     newest = tmp_path / "incidents" / incident_names(tmp_path)[-1]
     newest.write_text(json.dumps(json.loads(newest.read_text()) | {"version": 2}))
     assert len(incidents_in(tmp_path)) == MOST_FILES - 1
+
+
+def test_an_agent_that_dies_or_finds_no_room_while_it_reports_leaves_no_half_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o700)
+    first = verdict(WAITING, node(1, rank(2, code=-9), first=2))
+    killed_at("incident.before-rename", lambda: write_incident(tmp_path, first))
+    assert incidents_in(tmp_path) == []
+    (left,) = (tmp_path / "incidents").iterdir()
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    later = replace(first, id="20261126-061500-0a1b2c")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", full)
+        with pytest.raises(OSError, match="No space left"):
+            write_incident(tmp_path, later)
+    assert [*(tmp_path / "incidents").iterdir()] == [left]
+    write_incident(tmp_path, later)
+    assert incidents_in(tmp_path) == [later]
 
 
 def test_ranges_of_ranks() -> None:
