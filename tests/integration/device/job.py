@@ -9,14 +9,14 @@ import argparse
 import hashlib
 import json
 import os
-import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from support import emulated_device
+from support.deaths import die_in_a_copy, kill
 from support.emulated_device import collectives
 from torch import nn
 from torch.optim import swa_utils
@@ -29,22 +29,6 @@ from integration.device.nets import CLASSES, DTYPES, MODULES, OPTIMIZERS, ROWS, 
 STEPS, DIES_AT, FAILS_AT = 8, 5, 3
 LONGEST_US = 400
 """Of a pause of the emulated streams."""
-
-
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def die_in_a_copy() -> None:
-    """Kill this rank when the first bytes of its next snapshot have arrived, and the others have not."""
-    real = DeviceCopier.arrivals
-
-    def arrivals(self: DeviceCopier, batches: Sequence[Any], buffer: Any) -> Iterator[Any]:
-        for _ in real(self, batches, buffer):
-            kill()
-        yield []
-
-    DeviceCopier.arrivals = arrivals  # type: ignore[method-assign]  # the place where a test kills
 
 
 class Trained:

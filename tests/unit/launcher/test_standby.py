@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 from support.ranks import wait_for
+from support.sockets import Made, made, pair
 
 from flashckpt.daemon.launcher import cli
 from flashckpt.daemon.machine.process import has_ended
@@ -22,26 +22,14 @@ from flashckpt.daemon.zygote import messages, server, spares, standby
 from flashckpt.daemon.zygote.spares import Spares
 from flashckpt.errors import ConfigError
 
+__all__ = ["made"]
+
 FIT = {"unfit": ""}
 
 
 def request_of(local_rank: int, **more: str) -> dict[str, Any]:
     env = {"LOCAL_RANK": str(local_rank), "MASTER_PORT": "1", **more}
     return {"argv": ["train.py"], "module": False, "env": env, "local_rank": local_rank}
-
-
-Made = contextlib.ExitStack
-
-
-@pytest.fixture
-def made() -> Iterator[Made]:
-    with contextlib.ExitStack() as stack:
-        yield stack
-
-
-def pair(made: Made) -> tuple[socket.socket, socket.socket]:
-    here, there = socket.socketpair()
-    return made.enter_context(here), made.enter_context(there)
 
 
 class Node:
