@@ -44,7 +44,7 @@ class Seeker:
             yield
         finally:
             is_over.set()
-            if thread.ident is not None:
+            if thread.is_alive():
                 thread.join()
 
     def _seek(self, first: SnapshotId, is_over: threading.Event) -> None:

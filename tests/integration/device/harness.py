@@ -115,7 +115,6 @@ class Run:
             self.ckpt.restore()
             assert self.ckpt._alive().memory.wait_first(TIMEOUT_S)
             for step in range(1, STEPS + 1):
-                self.forward()
                 self.optimizer.step()
                 with torch.no_grad():
                     for buffer in self.model.buffers():
@@ -125,6 +124,7 @@ class Run:
                 self.ckpt.step(step)
                 if between is not None:  # which may wait for the copy
                     between(self, step)
+                self.forward()  # at once: what copies use of the memory that it frees, they use while it does
                 with torch.no_grad():
                     for buffer in self.model.buffers():  # what is not fenced may change at once
                         buffer.add_(100).sub_(100)
@@ -140,12 +140,12 @@ class Run:
 
     def forward(self) -> None:
         """Use memory and free it while what reads it is still queued, as activations are."""
-        large = torch.full((40_000,), 3.0, device=self.at)
-        self.sums.append((large.sum() - 120_000).abs())
         small = torch.full((300,), 3.0, device=self.at)
         for _ in range(6):
             small.add_(1)
         self.sums.append((small.sum() - 2_700).abs())
+        large = torch.full((40_000,), 3.0, device=self.at)
+        self.sums.append((large.sum() - 120_000).abs())
         del large, small  # the last one is the next to be handed out
         self.has_freed.set()
 
