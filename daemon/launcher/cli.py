@@ -319,7 +319,9 @@ def _fork_zygote(parsed: argparse.Namespace) -> ZygoteClient | dict[str, Any]:
 
     reason = _unfit_command(parsed)
     if not reason and not server.unfit():
-        return ZygoteClient.forked()
+        workers, cores = str(parsed.nproc_per_node), len(os.sched_getaffinity(0))
+        # a core for each worker's own imports, and one beside it for the zygote's
+        return ZygoteClient.forked(is_brief=workers.isdigit() and 2 * int(workers) <= cores)
     if reason:
         _log.info("workers are started as new interpreters: %s", reason)
     return ZygoteClient(disabled=reason)

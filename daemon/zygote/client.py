@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from flashckpt.daemon.machine.process import exit_code, is_stopped, kill_group, wait_readable
 from flashckpt.daemon.zygote import messages, server
@@ -101,10 +101,14 @@ class ZygoteClient:
         self.started = 1 if pid else 0
 
     @classmethod
-    def forked(cls) -> ZygoteClient | dict[str, Any]:
-        """Fork a zygote from this process; returns a worker's request instead in every worker forked later."""
+    def forked(cls, *, is_brief: bool = False) -> ZygoteClient | dict[str, Any]:
+        """Fork a zygote from this process; returns a worker's request instead in every worker forked later.
+
+        Args:
+            is_brief: The first workers are not to wait for modules that not every script needs.
+        """
         here, there = socket.socketpair()
-        pid = server.start_by_fork(here, there)
+        pid = server.start_by_fork(here, there, is_brief=is_brief)
         return cls(here, pid) if isinstance(pid, int) else pid
 
     def fork(self, workers: list[dict[str, Any]]) -> list[int]:
@@ -207,6 +211,8 @@ class ZygoteClient:
         if not self._ready and not self._await_ready(sock):
             return None
         answer = messages.exchange(sock, self.pid, {"workers": workers})
+        if answer and answer.get("unfit"):
+            self._refuse(answer["unfit"])
         pids = answer["pids"] if answer else None
         if pids is not None and len(pids) < len(workers):  # the helper died in between: start over
             _log.warning("only %d of %d workers were forked", len(pids), len(workers))
@@ -217,12 +223,15 @@ class ZygoteClient:
         if ready is None:
             return False
         if ready["unfit"]:
-            self.disabled = f"the zygote must not be forked ({ready['unfit']})"
-            self._drop()
-            raise Unavailable(self.disabled)
+            self._refuse(ready["unfit"])
         _log.debug("zygote %d ready after %.2f s of imports", self.pid, ready["import_s"])
         self._ready = True
         return True
+
+    def _refuse(self, reason: str) -> NoReturn:
+        self.disabled = f"the zygote must not be forked ({reason})"
+        self._drop()
+        raise Unavailable(self.disabled)
 
     def _start(self) -> None:
         here, there = socket.socketpair()

@@ -16,11 +16,13 @@ import gc
 import importlib
 import logging
 import os
+import select
 import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from flashckpt import entry_points
@@ -29,11 +31,22 @@ from flashckpt.daemon.zygote import messages
 from flashckpt.daemon.zygote.rehearse import rehearse
 from flashckpt.daemon.zygote.standby import stand_by
 
-TORCH_MODULES = (
+FIRST_MODULES = (
     "numpy",
     "torch",
     "torch.distributed",
     "torch.distributed.elastic.multiprocessing.errors",
+    "flashckpt.session.checkpointer",
+    "flashckpt.storage.conditional",
+    "flashckpt.storage.factory",
+    "flashckpt.storage.posix",
+    "flashckpt.storage.direct_io",
+    "flashckpt.restore.gather",
+    "flashckpt.state.replication",
+    "flashckpt.sampler",
+)
+"""The modules that any script needs: the first workers wait for no others, where there are cores for their own imports."""
+LATER_MODULES = (
     "torch._dynamo",  # the first torch.optim construction imports it
     "torch.distributed.tensor",
     "torch.distributed.tensor.parallel",
@@ -46,16 +59,6 @@ TORCH_MODULES = (
     "torch.profiler._cupti_monitor",  # torch.profiler imports it late
     "torch.utils.data",
     "torch.utils.checkpoint",
-)
-OUR_MODULES = (
-    "flashckpt.session.checkpointer",
-    "flashckpt.storage.conditional",
-    "flashckpt.storage.factory",
-    "flashckpt.storage.posix",
-    "flashckpt.storage.direct_io",
-    "flashckpt.restore.gather",
-    "flashckpt.state.replication",
-    "flashckpt.sampler",
     "flashckpt.trainer.train.loop",
     "flashckpt.trainer.config",
     "flashckpt.rehearsal",
@@ -99,19 +102,20 @@ def single_threaded_imports() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def preload() -> None:
+def preload(names: Iterable[str]) -> None:
     """Import what workers need, so that none of them imports it; a missing module is skipped."""
     with single_threaded_imports():
-        for name in (
-            *TORCH_MODULES,
-            *OUR_MODULES,
-            *(entry.target for entry in entry_points.every(entry_points.PRELOAD)),
-        ):
+        for name in names:
             try:
                 importlib.import_module(name)
             except Exception as error:  # noqa: BLE001 -- also what a plug-in raises
                 # never fatal: a worker that needs it will raise the real error
                 _log.debug("zygote: %s is not preloaded: %s", name, error)
+
+
+def later_modules() -> deque[str]:
+    """Return what is imported behind FIRST_MODULES, in order: what plug-ins name comes last."""
+    return deque((*LATER_MODULES, *(entry.target for entry in entry_points.every(entry_points.PRELOAD))))
 
 
 def unfit() -> str:
@@ -138,21 +142,30 @@ def changed_at_import(before: dict[str, str], now: dict[str, str], prefixes: tup
     return ""
 
 
-def serve(sock: socket.socket, agent: int) -> dict[str, Any]:
+def serve(sock: socket.socket, agent: int, *, is_brief: bool = False) -> dict[str, Any]:
     """Fork workers on request until dlrun is gone; returns only in a worker, with its request.
 
     Args:
         sock: This side of the socket pair to dlrun.
         agent: The pid of dlrun, which becomes the parent of every worker.
+        is_brief: The first workers are not to wait for what not every script needs; it is imported behind their fork.
     """
     started = time.monotonic()
     set_title("dlrun-zygote", "dlrun zygote (forks the workers)")
-    preload()
+    preload(FIRST_MODULES)
+    later = later_modules()
+    if not is_brief:
+        _import_all(later)
     _announce(sock, started, unfit())
     while True:
         request = messages.receive(sock)
         if request is None:
             os._exit(0)
+        if "workers" not in request:
+            _import_all(later)
+        if reason := unfit():
+            messages.send(sock, {"pids": [], "unfit": reason})
+            continue
         if "rehearse" in request:
             sock = _copied(sock, agent, request["rehearse"]) or sock
             continue
@@ -160,23 +173,44 @@ def serve(sock: socket.socket, agent: int) -> dict[str, Any]:
             if (own := _forked(sock)) is not None:
                 return stand_by(own, agent, request["standby"])
             continue
-        gate, opener = os.pipe()
-        worker = _fork_workers(request["workers"])
-        if isinstance(worker, dict):
-            sock.close()
-            return _await_go(gate, opener, agent, worker)
-        os.close(gate)
-        try:
-            messages.send(sock, {"pids": worker})
-            os.write(opener, b"g" * len(worker))  # only now: a worker that dlrun does not know about must not run
-        except OSError:  # dlrun is gone; its workers die with it
-            os._exit(0)
-        os.close(opener)
+        worker = _fork_asked(sock, agent, request["workers"])
+        if worker is not None:
+            return worker
+        _import_all(later, until=sock)
+
+
+def _fork_asked(sock: socket.socket, agent: int, workers: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Fork workers and tell dlrun; return the request in each of them once it may run, None in this process."""
+    gate, opener = os.pipe()
+    worker = _fork_workers(workers)
+    if isinstance(worker, dict):
+        sock.close()
+        return _await_go(gate, opener, agent, worker)
+    os.close(gate)
+    try:
+        messages.send(sock, {"pids": worker})
+        os.write(opener, b"g" * len(worker))  # only now: a worker that dlrun does not know about must not run
+    except OSError:  # dlrun is gone; its workers die with it
+        os._exit(0)
+    os.close(opener)
+    return None
+
+
+def _import_all(later: deque[str], until: socket.socket | None = None) -> None:
+    """Import the modules, or those that there is time for until a request comes."""
+    while later and not (until and select.select([until], [], [], 0)[0]):
+        preload([later.popleft()])
+        if not later:
+            _keep_shared()
+
+
+def _keep_shared() -> None:
+    gc.collect()
+    gc.freeze()  # keeps shared pages shared: the collector would write to every object's header
 
 
 def _announce(sock: socket.socket, started_s: float, reason: str) -> None:
-    gc.collect()
-    gc.freeze()  # keeps shared pages shared: the collector would write to every object's header
+    _keep_shared()
     try:
         messages.send(sock, {"unfit": reason, "import_s": round(time.monotonic() - started_s, 3)})
     except OSError:  # dlrun is gone, or has given this process up
@@ -244,10 +278,12 @@ def _fork_workers(workers: list[dict[str, Any]]) -> dict[str, Any] | list[int]:
     os._exit(0)
 
 
-def start_by_fork(agent_socket: socket.socket, zygote_socket: socket.socket) -> int | dict[str, Any]:
+def start_by_fork(
+    agent_socket: socket.socket, zygote_socket: socket.socket, *, is_brief: bool = False
+) -> int | dict[str, Any]:
     """Fork the zygote from this very process; return its pid, or a request in each worker it forks later.
 
-    A caller that gets a request is a worker and must unwind its own frames at once.
+    A caller that gets a request is a worker and must unwind its own frames at once. `is_brief` is as in `serve`.
     """
     agent = os.getpid()
     pid = os.fork()
@@ -257,7 +293,7 @@ def start_by_fork(agent_socket: socket.socket, zygote_socket: socket.socket) -> 
     agent_socket.close()
     adopt_parent(agent)
     _shield()
-    return serve(zygote_socket, agent)
+    return serve(zygote_socket, agent, is_brief=is_brief)
 
 
 def _shield() -> None:

@@ -195,7 +195,7 @@ def become(request: dict[str, Any]) -> list[str]:
 def main() -> None:
     sys.path.pop(0)  # the folder of this file
     sock = socket.socket(fileno=int(sys.argv[1]))
-    server.preload()
+    server.preload((*server.FIRST_MODULES, *server.later_modules()))
     with server.single_threaded_imports():
         for name in ALSO:
             importlib.import_module(name)

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -467,6 +468,55 @@ def test_dlrun_has_one_thread_when_it_begins_whatever_the_user_says_of_threads()
     chosen = {name: value for name, value in os.environ.items() if name not in server.ONE_THREAD}
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=chosen).stdout
     assert output.strip() == "1"
+
+
+class _Ended(Exception):  # noqa: N818 -- dlrun is gone
+    pass
+
+
+@pytest.mark.parametrize(
+    ("is_brief", "asked", "order"),
+    [
+        (False, ["workers"], ["first", "later", "later", "ready", "fork"]),
+        (True, ["workers", "workers"], ["first", "ready", "fork", "fork", "later", "later"]),
+        (True, ["standby"], ["first", "ready", "later", "later", "standby"]),
+        (True, ["unfit"], ["first", "ready", "refused"]),
+    ],
+)
+def test_the_first_workers_of_few_do_not_wait_for_modules_that_not_every_script_needs(
+    is_brief: bool, asked: list[str], order: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    here, there = socket.socketpair()  # readable for as long as a request is left
+
+    def receive(sock: socket.socket) -> dict[str, Any]:
+        if not asked:
+            raise _Ended
+        name = asked.pop(0)
+        if not asked:
+            here.recv(1)
+        monkeypatch.setattr(server, "unfit", lambda: "a thread" if name == "unfit" else "")
+        return {"workers" if name == "unfit" else name: [{}]}
+
+    there.send(b"r")
+    modules = deque(["a", "b"])
+    monkeypatch.setattr(server, "later_modules", lambda: modules)
+    monkeypatch.setattr(
+        server, "preload", lambda names: done.append("first" if names is server.FIRST_MODULES else "later")
+    )
+    monkeypatch.setattr(server, "set_title", lambda *_: None)
+    monkeypatch.setattr(server, "_keep_shared", lambda: None)
+    monkeypatch.setattr(server, "unfit", lambda: "")
+    monkeypatch.setattr(server, "_announce", lambda *_: done.append("ready"))
+    monkeypatch.setattr(server, "_fork_asked", lambda *_: done.append("fork"))
+    monkeypatch.setattr(server, "_forked", lambda *_: done.append("standby"))
+    monkeypatch.setattr(messages, "receive", receive)
+    monkeypatch.setattr(messages, "send", lambda *_: done.append("refused"))
+    with pytest.raises(_Ended):
+        server.serve(here, 1, is_brief=is_brief)
+    assert done == order
+    here.close()
+    there.close()
 
 
 def test_process_with_a_second_thread_is_not_fit_to_be_forked() -> None:
