@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
 
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard import split_owner
@@ -21,6 +20,7 @@ from flashckpt.restore.source_names import SourceNames
 from flashckpt.state import group_lists, optimizer_state, pytree, rng, samplers, value_reader
 from flashckpt.state.group_lists import GroupsOf, beside, in_live_order
 from flashckpt.state.loaded import Giving, ask
+from flashckpt.state.placement import dtensor, replicated
 from flashckpt.state.registry import StateRegistry
 
 _OF_THE_WHOLE = frozenset({"groups", "forms", "state", "extra"})
@@ -310,10 +310,10 @@ def _beside(param: torch.Tensor) -> pytree.Place:
 
     def place(tensor: torch.Tensor, mark: Any) -> torch.Tensor:
         placed = _to_device(tensor, mark)
-        if not (mark.get("replicated") and isinstance(param, DTensor)):
+        if not (mark.get("replicated") and isinstance(param, dtensor())):
             return placed
         mesh = param.device_mesh
-        return DTensor.from_local(placed, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return replicated(placed, mesh)
 
     return place
 

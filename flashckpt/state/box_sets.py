@@ -13,7 +13,6 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from flashckpt.planning.write_partition import WriteShare
 from flashckpt.state.placement import (
@@ -21,6 +20,7 @@ from flashckpt.state.placement import (
     Replication,
     box_bytes,
     boxes_of,
+    dtensor,
     dtype_name,
     local_of,
     split_among_replicas,
@@ -82,7 +82,7 @@ def first_alike(
 def _kinds_of(tensors: Sequence[torch.Tensor], forms: Iterable[Any] | None, *others: Sequence[Any]) -> Iterator[Any]:
     """Yield what tensors with equal boxes and form have in common, without what all of them have."""
     types = list(map(type, tensors))
-    if any(issubclass(kind, DTensor) for kind in set(types)):
+    if any(issubclass(kind, dtensor()) for kind in set(types)):
         forms = map(_sharded_form, tensors)
     elif forms is None:
         forms = map(FORM, tensors)
@@ -92,7 +92,7 @@ def _kinds_of(tensors: Sequence[torch.Tensor], forms: Iterable[Any] | None, *oth
 
 
 def _sharded_form(tensor: torch.Tensor) -> tuple[Any, ...]:
-    if not isinstance(tensor, DTensor):
+    if not isinstance(tensor, dtensor()):
         return tuple(FORM(tensor))
     local = local_of(tensor)
     return (*FORM(local), type(local), local.is_quantized, tensor.shape, tensor.placements, tensor.device_mesh)
@@ -147,7 +147,7 @@ class BoxSets:
                 shares=shares,
                 form=(getattr(torch, dtype), local.shape),
                 device=local.device,
-                is_sharded=isinstance(tensor, DTensor),
+                is_sharded=local is not tensor,
                 is_inference=tensor.is_inference(),
             )
         )

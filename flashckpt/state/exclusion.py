@@ -9,10 +9,9 @@ from typing import Any
 import msgpack
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from flashckpt.errors import ConfigError
-from flashckpt.state.placement import boxes_of
+from flashckpt.state.placement import boxes_of, dtensor
 
 _WILD = frozenset("*?[")
 
@@ -98,7 +97,6 @@ def refuse_trained(name: str, tensor: torch.Tensor) -> None:
 KEY = ".excluded"
 """What stands before "@" in the key of the value; no tracked name has a dot."""
 _ELEMENTS = 8
-_PLAIN = (torch.Tensor, nn.Parameter, DTensor)
 
 
 def sample(left_out: Mapping[str, torch.Tensor]) -> bytes:
@@ -107,9 +105,10 @@ def sample(left_out: Mapping[str, torch.Tensor]) -> bytes:
     Buffers may change in training, tensors of other classes may be packed in another way each time, and what is on the
     meta device has no elements yet: these are left out.
     """
+    plain = torch.Tensor, nn.Parameter, dtensor()
     found: dict[str, list[Any]] = {}
     for name, tensor in left_out.items():
-        if isinstance(tensor, nn.Parameter) and type(tensor) in _PLAIN and not tensor.is_meta:
+        if isinstance(tensor, nn.Parameter) and type(tensor) in plain and not tensor.is_meta:
             found[name] = [str(tensor.dtype), list(tensor.shape), _elements(name, tensor)]
     packed: bytes = msgpack.packb(found)
     return packed
@@ -137,7 +136,7 @@ def _differ(here: list[Any], there: list[Any]) -> bool:
 
 def _elements(name: str, tensor: torch.Tensor) -> dict[int, bytes]:
     """Return place in the whole, flattened tensor -> bytes of the element, of those that this rank has."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001 -- to_local() makes a view
+    local = tensor._local_tensor if isinstance(tensor, dtensor()) else tensor  # noqa: SLF001 -- to_local() makes a view
     places, own = [], []
     for place in sorted({(2 * k + 1) * tensor.numel() // (2 * _ELEMENTS) for k in range(_ELEMENTS)}):
         if place < tensor.numel() and (at := _local_place(name, tensor, place)) is not None:

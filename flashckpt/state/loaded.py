@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from flashckpt.errors import FlashckptError, ObjectStateError
 from flashckpt.logs import guarded
 from flashckpt.printable import printable
 from flashckpt.state.data_sources import is_lazy
+from flashckpt.state.placement import dtensor
 
 _AT_A_TIME = 1 << 20  # elements
 _CLOCK_S = 3600.0
@@ -198,7 +198,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 def _is_equal(then: Any, now: Any) -> bool:
     """Whether two values that are no trees are equal; also where nobody can tell."""
-    if isinstance(then, (torch.dtype, torch.device)) or isinstance(now, DTensor):
+    if isinstance(then, (torch.dtype, torch.device)) or isinstance(now, dtensor()):
         return True
     try:
         if isinstance(then, _ARRAYS) or isinstance(now, _ARRAYS):

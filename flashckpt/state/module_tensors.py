@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from flashckpt.core.shard import split_owner
@@ -21,7 +20,7 @@ from flashckpt.errors import ConfigError
 from flashckpt.state import modules
 from flashckpt.state.box_sets import FORM
 from flashckpt.state.exclusion import Exclusion, refuse_trained
-from flashckpt.state.placement import dtype_name
+from flashckpt.state.placement import dtensor, dtype_name
 
 _PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer})
 _LAYOUT = operator.attrgetter("layout")
@@ -238,11 +237,11 @@ def _storages_met_twice(tensors: Sequence[torch.Tensor], layouts: Iterable[torch
         layouts: Of each.
     """
     kinds = set(map(type, tensors))
-    if not all(kind in _PLAIN or kind is DTensor for kind in kinds):
+    if not all(kind in _PLAIN or kind is dtensor() for kind in kinds):
         return None
     plain = tensors
-    if DTensor in kinds:
-        plain = [tensor for tensor in tensors if type(tensor) is not DTensor]
+    if dtensor() in kinds:
+        plain = [tensor for tensor in tensors if type(tensor) is not dtensor()]
         layouts = map(_LAYOUT, plain)
     if not {torch.strided}.issuperset(layouts):
         return None
@@ -266,7 +265,7 @@ def _without_aliases(found: ModuleTensors, doubles: set[int] | None) -> ModuleTe
     columns = zip(found.names, found.tensors, found.ddp_ranks, found.is_parameter, strict=True)
     for full, tensor, ranks, is_parameter in columns:
         known = full
-        if doubles is None or id(tensor) in doubles or (type(tensor) is not DTensor and tensor.data_ptr() in doubles):
+        if doubles is None or id(tensor) in doubles or (type(tensor) is not dtensor() and tensor.data_ptr() in doubles):
             known = by_storage.setdefault(modules.storage_key(tensor), full)
         if known == full and full not in named:
             named[full] = tensor

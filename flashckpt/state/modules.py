@@ -10,14 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from flashckpt.errors import UnsupportedStateError
 from flashckpt.logs import guarded
 from flashckpt.state import pytree
-from flashckpt.state.placement import local_of
+from flashckpt.state.placement import dtensor, fsdp_module, local_of
 
 _log = guarded(logging.getLogger("flashckpt"))
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -159,7 +157,7 @@ def extra_states(named: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, 
 def reshard(walked: Iterable[nn.Module]) -> None:
     """Bring FSDP2 modules back to sharded parameters (they stay gathered after a forward without a backward)."""
     for module in walked:
-        if isinstance(module, FSDPModule):
+        if isinstance(module, fsdp_module()):
             module.reshard()
 
 
@@ -175,7 +173,7 @@ def watched(walked: Iterable[nn.Module]) -> Iterator[dict[str, object]]:
 def storage_key(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return a key that two names of one tensor share; unique per object if it has no bytes."""
     local = local_of(tensor)
-    if isinstance(tensor, DTensor) or local.is_meta or local.layout is not torch.strided or not local.numel():
+    if isinstance(tensor, dtensor()) or local.is_meta or local.layout is not torch.strided or not local.numel():
         return ("object", id(tensor))
     return (local.device, local.data_ptr(), tuple(local.shape), local.stride(), local.dtype)
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
 
 from flashckpt.errors import UnsupportedStateError
 from flashckpt.planning.write_partition import WriteShare
@@ -18,7 +17,15 @@ from flashckpt.state import optimizer_state
 from flashckpt.state.box_sets import BoxSets, first_alike
 from flashckpt.state.module_tensors import first_shared
 from flashckpt.state.optimizer_state import DeferredState, PredictedBlock, example, name_of, usable_key
-from flashckpt.state.placement import Replication, World, local_of, spread_of_dtensor
+from flashckpt.state.placement import (
+    PLAIN_TENSORS,
+    Replication,
+    World,
+    dtensor,
+    local_of,
+    replicated,
+    spread_of_dtensor,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +211,7 @@ class OptimizerEntries:
         spread = self._box_sets.known[self._parameters.sets[id(param)]].spread
         own = f"@{self._world.suffix}" if spread.per_rank else ""
         self.values.append(
-            StateValue(name + own, state, key, param.device_mesh if isinstance(param, DTensor) else None)
+            StateValue(name + own, state, key, param.device_mesh if isinstance(param, dtensor()) else None)
         )
 
     def refuse_shared(self) -> None:
@@ -238,12 +245,15 @@ class OptimizerEntries:
     ) -> tuple[Replication, tuple[WriteShare, ...]]:
         known = self._box_sets.known[number]
         spread, shares = known.spread, known.shares
-        if isinstance(tensor, DTensor):
+        sharded = dtensor()
+        if isinstance(tensor, sharded):
             own = spread_of_dtensor(tensor, self._world)
             return own, shares if own == spread else ()
+        if not isinstance(param, sharded):
+            return spread, shares
         if is_of_one_rank(param, tensor):
             return Replication(per_rank=True), ()
-        if isinstance(param, DTensor) and tensor.shape != local_of(param).shape:
+        if tensor.shape != local_of(param).shape:
             mesh = param.device_mesh  # scalars of a sharded parameter are equal on its whole mesh
             count = mesh.size() * spread.replicas
             first = spread.index == 0 and not any(mesh.get_coordinate() or ())
@@ -253,11 +263,11 @@ class OptimizerEntries:
 
 def _as_sharded(param: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Return plain state of the local shard's shape as a DTensor placed as its parameter is."""
-    if not isinstance(param, DTensor) or isinstance(tensor, DTensor):
+    if type(param) in PLAIN_TENSORS or not isinstance(param, sharded := dtensor()) or isinstance(tensor, sharded):
         return tensor
     if not tensor.dim() or tensor.shape != local_of(param).shape:
         return tensor
-    return DTensor.from_local(
+    return sharded.from_local(
         tensor, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
     )
 
@@ -291,8 +301,9 @@ def form_of(fqn: str, param: torch.Tensor, key: str, tensor: torch.Tensor, group
 
 
 def _kind(fqn: str, param: torch.Tensor, tensor: torch.Tensor) -> str:
-    if isinstance(tensor, DTensor):
-        same_mesh = isinstance(param, DTensor) and tensor.device_mesh == param.device_mesh
+    sharded = dtensor()
+    if isinstance(tensor, sharded):
+        same_mesh = isinstance(param, sharded) and tensor.device_mesh == param.device_mesh
         if same_mesh and tensor.shape == param.shape and tensor.placements == param.placements:  # type: ignore[attr-defined]  # same_mesh says so
             return ""
         if same_mesh and all(p.is_replicate() for p in tensor.placements):
@@ -303,14 +314,14 @@ def _kind(fqn: str, param: torch.Tensor, tensor: torch.Tensor) -> str:
             expected="the shape and placements of its parameter, or Replicate on its mesh",
             remedy="redistribute it to Replicate inside the optimizer",
         )
-    if not isinstance(param, DTensor) or not tensor.dim():
+    if not isinstance(param, sharded) or not tensor.dim():
         return ""
     return LOCAL if tensor.shape == local_of(param).shape else PLAIN
 
 
 def is_of_one_rank(param: torch.Tensor, tensor: torch.Tensor) -> bool:
     """Whether state of a sharded parameter is this rank's alone: nothing says that it is equal anywhere else."""
-    return not isinstance(tensor, DTensor) and isinstance(param, DTensor) and _kind("", param, tensor) == PLAIN
+    return isinstance(param, dtensor()) and not isinstance(tensor, dtensor()) and _kind("", param, tensor) == PLAIN
 
 
 def allocate(
@@ -338,15 +349,15 @@ def allocate(
         UnsupportedStateError: Sharded state that has not the parameter's shape and no form: where it lies is not known.
     """
     kind, device = form
-    if kind == REPLICATED and isinstance(param, DTensor):
+    if kind == REPLICATED and isinstance(param, dtensor()):
         local = torch.empty(shape, dtype=dtype, device=param.device)
         mesh = param.device_mesh
-        return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return replicated(local, mesh)
     if shape == tuple(param.shape) and shape and kind != PLAIN:
         like = local_of(param).detach() if kind == LOCAL else param
         made = _beside(like, dtype)
-        return made.to(device) if device and not isinstance(made, DTensor) else made
-    if isinstance(param, DTensor) and shape and kind != PLAIN:
+        return made.to(device) if device and not isinstance(made, dtensor()) else made
+    if isinstance(param, dtensor()) and shape and kind != PLAIN:
         raise UnsupportedStateError(
             f"{fqn!r} has not the shape of its parameter, so its sharding is not known before the first step",
             found=str(shape),
@@ -358,10 +369,10 @@ def allocate(
 
 def _beside(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return an unfilled tensor of the shape, placement and device of another."""
-    if type(like) is DTensor and local_of(like).device.type == like.device_mesh.device_type:
+    if type(like) is dtensor() and local_of(like).device.type == like.device_mesh.device_type:
         # Of the local part: as an operation on a DTensor it would first have to be planned, per shape and placement.
         local = _beside(local_of(like).detach(), dtype)
-        return DTensor.from_local(
+        return dtensor().from_local(
             local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
     return torch.empty_like(like, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format)

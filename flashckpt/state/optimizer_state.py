@@ -14,11 +14,10 @@ from itertools import chain, repeat
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from flashckpt.errors import ConfigError, UnsupportedStateError
 from flashckpt.state.modules import contained
-from flashckpt.state.placement import local_of
+from flashckpt.state.placement import dtensor, local_of
 from flashckpt.state.structure import StructureGuard
 
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
@@ -279,7 +278,8 @@ class DeferredState:
     def watch(self, tensors: Iterable[torch.Tensor]) -> StructureGuard:
         """Return a guard over the state that was found, which detects later changes."""
         dicts = [one for part in self.parts for one in (part.optimizer.state, *part.optimizer.state.values())]
-        return StructureGuard(dicts, [], [tensor for tensor in tensors if type(tensor) is DTensor])
+        sharded = dtensor()
+        return StructureGuard(dicts, [], [tensor for tensor in tensors if type(tensor) is sharded])
 
     def refused(self, tensors: Sequence[torch.Tensor]) -> tuple[str, str] | None:
         """Return (what was found, what was expected) of the first tensor that is not of the predicted form; in the copy thread."""
@@ -390,7 +390,7 @@ def _is_like(tensor: Any, example: torch.Tensor) -> bool:
     """Whether `tensor` has the type, dtype, device, shape, and as a DTensor the placements, of an example."""
     if type(tensor) is not type(example):
         return False
-    if isinstance(tensor, DTensor) and isinstance(example, DTensor):
+    if isinstance(tensor, dtensor()) and isinstance(example, dtensor()):
         placed = (tensor.placements, tensor.device_mesh) == (example.placements, example.device_mesh)
         return placed and _is_like(local_of(tensor), local_of(example))
     return bool(_FORM(tensor) == _FORM(example))

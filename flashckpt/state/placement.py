@@ -10,23 +10,54 @@ import contextlib
 import functools
 import itertools
 import math
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from flashckpt.core.shard import ITEMSIZE, Shard
 from flashckpt.errors import UnsupportedStateError
 from flashckpt.planning.write_partition import ROW_BYTES, WriteShare, cut_dimension, split_rows
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
 STAGE_DIMS = frozenset({"pp", "pipe", "pipeline", "stage", "diloco"})
 """Mesh dimensions whose ranks hold different tensors, so that they never make replicas."""
+
+
+# -- DTensor and FSDPModule, where the program uses them: to import them takes half as long as torch itself. Nobody has an
+#    instance of a class whose module is not imported, so that to ask needs no import. dlrun preloads both for its restarts
+
+
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+"""The types of nearly all tensors: what is one of these is no DTensor."""
+
+
+class _Absent:
+    """In place of a class that has no instances yet."""
+
+
+def dtensor() -> type[DTensor]:
+    """Return the class DTensor; one without instances while nothing has imported it."""
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", _Absent)  # type: ignore[arg-type]  # of any class
+
+
+def fsdp_module() -> type[FSDPModule]:
+    """Return the class FSDPModule; one without instances while nothing has imported it."""
+    return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", _Absent)  # type: ignore[arg-type]  # of any class
+
+
+def replicated(local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """Return a DTensor that is equal on all ranks of a mesh; no rank is asked."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +205,7 @@ def boxes_of(name: str, tensor: torch.Tensor) -> tuple[LocalBox, ...]:
     Raises:
         UnsupportedStateError: A partial sum, or a local shape that its placements do not give.
     """
-    if not isinstance(tensor, DTensor):
+    if type(tensor) in PLAIN_TENSORS or not isinstance(tensor, dtensor()):
         shape = tuple(tensor.shape)
         return (LocalBox(global_shape=shape, offsets=(0,) * len(shape), lengths=shape, starts=(0,) * len(shape)),)
     if any(p.is_partial() for p in tensor.placements):
@@ -211,6 +242,9 @@ def _runs(tensor: DTensor, dim: int) -> list[tuple[int, int]]:
     """Return (global offset, length) of the contiguous pieces of dimension `dim` that this rank holds."""
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     assert coordinate is not None
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    from torch.distributed.tensor.placement_types import _StridedShard
+
     if not any(isinstance(p, _StridedShard) and p.dim == dim for p in tensor.placements):
         lengths, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
         return [(int(offsets[dim]), int(lengths[dim]))]
@@ -235,7 +269,9 @@ def contiguous_runs(index: Sequence[int]) -> list[tuple[int, int]]:
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor that holds this rank's bytes (the local shard of a DTensor), without autograd history."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001 -- as in boxes_of
+    if type(tensor) in PLAIN_TENSORS or not isinstance(tensor, dtensor()):
+        return tensor
+    return tensor._local_tensor  # noqa: SLF001 -- as in boxes_of
 
 
 def dtype_name(name: str, tensor: torch.Tensor, *, takes_meta: bool = False) -> str:

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from flashckpt.errors import UnsupportedStateError
+from flashckpt.state.placement import dtensor
 
 _MARK = "__flashckpt__"  # key of a dict that stands for something msgpack has no type for
 _PLAIN = (bool, int, float, bytes)
@@ -89,7 +89,7 @@ class _Apart:
         if tensor.is_nested:
             _refuse(path, tensor, "a nested tensor")
         mark: dict[str, Any] = {_MARK: "tensor", "name": path, "device": str(tensor.device)}
-        if isinstance(tensor, DTensor):
+        if isinstance(tensor, dtensor()):
             if self._mesh is None or tensor.device_mesh != self._mesh:
                 _refuse(path, tensor, "a DTensor, of which nothing else says on what mesh it lies")
             if not all(p.is_replicate() for p in tensor.placements):

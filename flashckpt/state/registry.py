@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from flashckpt.core.values import RESERVED
 from flashckpt.errors import ConfigError, UnsupportedStateError
@@ -26,7 +25,7 @@ from flashckpt.state.module_tensors import ModuleTensors, are_global, collect, m
 from flashckpt.state.modules import refuse_deep, unwrapped
 from flashckpt.state.optimizer_state import DeferredState
 from flashckpt.state.parts import TensorPart, parts_of
-from flashckpt.state.placement import World
+from flashckpt.state.placement import World, dtensor
 from flashckpt.state.state_layout import StateLayout
 from flashckpt.state.structure import Captured, Structure, StructureGuard
 from flashckpt.state.structure_builder import Tracked, build
@@ -268,12 +267,12 @@ class StateRegistry:
         if foreseen is None or not self._are_owners(foreseen.built_of):
             return None
         planned, tensors = foreseen.layout.structure, foreseen.state.found()
-        if tensors is None or not {torch.Tensor, DTensor}.issuperset(kinds := set(map(type, tensors))):
+        if tensors is None or not {torch.Tensor, dtensor()}.issuperset(kinds := set(map(type, tensors))):
             return None
         filled = planned.filled(tensors)
         if captured.forms != planned.forms or not foreseen.guard.holds() or not filled.has_form():
             return None
-        is_as_foreseen = not planned.is_sharded and DTensor not in kinds and filled.is_in_place()
+        is_as_foreseen = not planned.is_sharded and dtensor() not in kinds and filled.is_in_place()
         if not is_as_foreseen and foreseen.state.refused(tensors) is not None:
             return None
         if any(map(torch.Tensor.is_inference, tensors)) or may_share(tensors):

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Sampler
 
@@ -22,6 +20,7 @@ from flashckpt import collectives
 from flashckpt.errors import ConfigError, LayoutError, SamplerStateError
 from flashckpt.logs import guarded
 from flashckpt.state import rng
+from flashckpt.state.placement import dtensor, fsdp_module
 
 _log = guarded(logging.getLogger("flashckpt"))
 _PATIENCE = 2
@@ -104,8 +103,8 @@ def _each_is_a_replica(modules: Sequence[nn.Module]) -> bool:
     for part in itertools.chain.from_iterable(module.modules() for module in modules):
         if isinstance(part, DistributedDataParallel) and part.process_group.size() == world:
             return True
-        if isinstance(part, FSDPModule):
-            meshes = [p.device_mesh for p in part.parameters() if isinstance(p, DTensor)]
+        if isinstance(part, fsdp_module()):
+            meshes = [p.device_mesh for p in part.parameters() if isinstance(p, dtensor())]
             return bool(meshes) and all(mesh.ndim == 1 and mesh.size() == world for mesh in meshes)
     return False
 

@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.distributed.tensor import DTensor
 
 from flashckpt.core.shard import Shard
 from flashckpt.native.copying import same_members
 from flashckpt.state.box_sets import BoxSet
-from flashckpt.state.placement import LocalBox, local_of, shard_of
+from flashckpt.state.placement import LocalBox, dtensor, local_of, shard_of
 from flashckpt.state.rng import Generators
 
 # -- State that is read for every snapshot: hyperparameters, objects' state, random number generators --------------
@@ -266,7 +265,7 @@ class Structure:
         """Yield the fenced DTensors that exist."""
         if self.is_sharded:
             for tensor, fenced in zip(self.tensors, self.fenced.tolist(), strict=True):
-                if fenced and isinstance(tensor, DTensor):
+                if fenced and isinstance(tensor, dtensor()):
                     yield tensor
 
 

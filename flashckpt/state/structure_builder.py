@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from flashckpt.planning.write_partition import WritePart, WriteShare, cut_dimension, partition_writes
 from flashckpt.state import optimizer_state
@@ -20,7 +19,7 @@ from flashckpt.state.module_tensors import ModuleTensors, two_of_one_name
 from flashckpt.state.optimizer_entries import NamedParameters, OptimizerEntries, StateColumns
 from flashckpt.state.optimizer_state import DeferredState
 from flashckpt.state.parts import Parts, PartSets
-from flashckpt.state.placement import Replication, World, spread_of_dtensor, spread_of_plain
+from flashckpt.state.placement import Replication, World, dtensor, spread_of_dtensor, spread_of_plain
 from flashckpt.state.structure import Captured, StateForecast, Structure, arranged
 
 Optimizers = Mapping[str, Sequence[torch.optim.Optimizer]]
@@ -102,7 +101,7 @@ def _module_sets(found: ModuleTensors, world: World, optimizers: Optimizers, box
     of_first: dict[int, int] = {}
     for first in dict.fromkeys(firsts):
         tensor, ranks = found.tensors[first], found.ddp_ranks[first]
-        spread = spread_of_dtensor(tensor, world) if isinstance(tensor, DTensor) else spread_of_plain(world, ranks)
+        spread = spread_of_dtensor(tensor, world) if isinstance(tensor, dtensor()) else spread_of_plain(world, ranks)
         of_first[first] = box_sets.add(found.names[first], tensor, spread)
     numbers = [of_first[first] for first in firsts]
     if not any(one.spread.replicas > 1 for one in box_sets.known):
@@ -163,7 +162,7 @@ def _enter_captured(columns: StateColumns, tracked: Tracked, box_sets: BoxSets) 
         if name in known and known[name] is tensor:
             continue  # it was a number when the values were looked for, and is a held tensor from now on
         spread = Replication(per_rank="@" in name and tracked.world.size > 1)
-        if isinstance(tensor, DTensor):
+        if isinstance(tensor, dtensor()):
             spread = spread_of_dtensor(tensor, tracked.world)
         columns.extend([name], [tensor], [box_sets.add(name, tensor, spread)], [False])
 

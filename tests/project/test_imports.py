@@ -215,3 +215,16 @@ def test_one_module_of_the_core_names_a_kind_of_device() -> None:
         or any(name.startswith(f"torch.{kind}") for name in imported(path) for kind in KINDS)
     }
     assert named == {"flashckpt/accelerator.py"}
+
+
+def test_a_program_without_dtensor_does_not_pay_for_its_import() -> None:
+    """Half as long as torch's own import: a first start, and each restore without dlrun, would wait for it."""
+    program = (
+        "import sys, torch, flashckpt\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "ckpt = flashckpt.Checkpointer(sys.argv[1], snapshot_every=1)\n"
+        "ckpt.track(model=model)\n"
+        "print(sorted({'torch.distributed.tensor', 'torch.distributed.fsdp'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, "/nowhere"], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
