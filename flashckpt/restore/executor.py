@@ -291,12 +291,20 @@ class _Executor:
             self._counts.copy_s += time.perf_counter() - started
         return copied
 
-    @staticmethod
-    def _direct(job: Job, source: Source) -> np.ndarray:
-        """Return which pieces to read straight into their target; one request for several beats that on storage."""
-        sizes = job.pieces.stop[job.rows] - job.pieces.start[job.rows]
+    def _direct(self, job: Job, source: Source) -> np.ndarray:
+        """Return which pieces to read straight into their target; one request for several beats that on storage.
+
+        Where the target lies so that storage could only fill it by way of a buffer, the bytes are digested on their way out of
+        one of ours. Device memory is filled by way of page-locked memory, which lies right.
+        """
+        pieces, rows = job.pieces, job.rows
+        start = pieces.start[rows]
+        addresses = self._destinations.addresses[pieces.target[rows]]
+        at = addresses + pieces.target_start[rows] + start - pieces.source_start[rows]
+        lies_right = (addresses == 0) | (at % source.page_bytes == 0)
+        sizes = pieces.stop[rows] - start
         worth_it = (sizes >= DIRECT_BYTES) if source.in_place else np.full(len(job), len(job) == 1)
-        found: np.ndarray = _is_whole(job.pieces, job.rows) & worth_it
+        found: np.ndarray = _is_whole(pieces, rows) & worth_it & lies_right
         return found
 
     def _read_direct(self, pieces: Pieces, piece: int, source: Source) -> int:

@@ -65,6 +65,7 @@ class PeerSource:
 
     tier = "peer"
     in_place = True
+    page_bytes = 1
 
     def __init__(self, slot: int, location: SlotLocation, manifest: Manifest) -> None:
         self.slot, self.location, self.manifest = slot, location, manifest

@@ -80,6 +80,7 @@ class Source(Protocol):
         name: What an error calls it.
         manifest: What it holds; `table.byte_offset` counts from the start of its data.
         in_place: Whether `located` costs no copy (a slot mapped into this process).
+        page_bytes: `read` copies on the way into memory that does not begin at a multiple of it.
         meter: Counters.
     """
 
@@ -87,6 +88,7 @@ class Source(Protocol):
     name: str
     manifest: Manifest
     in_place: bool
+    page_bytes: int
     meter: Meter
 
     def read(self, row: int, start: int, out: memoryview) -> None:
@@ -134,6 +136,7 @@ class MemorySource:
 
     tier = "memory"
     in_place = True
+    page_bytes = 1
 
     def __init__(
         self, segment: Segment, slot: int, *, identity: SnapshotId | None = None, owner: Segment | None = None
@@ -239,6 +242,7 @@ class StorageSource:
 
     def __init__(self, store: Store, manifest: Manifest, prefix: str) -> None:
         self._packs, self._prefix = PackedObjects(store), prefix
+        self.page_bytes = getattr(store, "page_bytes", 1)
         self.manifest = manifest
         self.meter = Meter()
         self.name = f"{prefix} (ranks {_ranks(manifest.writers)})"
@@ -261,6 +265,7 @@ class StorageSource:
     def located(self, spans: Spans) -> Located:
         """See Source: one request for all ranges."""
         places, base, end = _extent(self.manifest, spans)
+        base -= base % self.page_bytes
         scratch, row = self._buffer(end - base), int(spans.rows[0])
         self._fetch(row, base - int(self.manifest.table.byte_offset[row]), scratch)
         return Located(np.frombuffer(scratch, np.uint8), places - base)

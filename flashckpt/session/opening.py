@@ -115,6 +115,7 @@ class Opening:
         unread = set(self.tracked.unread)
         begin = coordinator.begin_fresh if self.begins_fresh else coordinator.run
         outcome = begin(inventories, own=self.memory.segment)
+        self.memory.use_new()
         if outcome.report is None and not self.begins_fresh:
             replication.verify(layout.structure)
             self.tracked.nothing_is_given()

@@ -139,6 +139,8 @@ class Reservation:
 _log = guarded(logging.getLogger("flashckpt"))
 SMALL_SLOT_BYTES = 16 << 20
 """Up to here the first slot is made at once, in about 10 ms; larger ones in the background, beside training."""
+_CORES_OF_A_RESTORE = 2
+"""Of each rank: with no more, zeroing new slots would take its restore half of the cores and of the memory bus."""
 _LET_GO_S = 2.0
 """How long a killed process may take to give its locks back."""
 
@@ -166,7 +168,7 @@ class RankSegments:
         self._directory, self._root_digest, self._rank, self.pin_for = directory, root_digest, rank, pin_for
         self._reservation = Reservation(pin_for=pin_for)
         self._coming: MemoryNeed | None = None
-        self._waits = False  # for `use`
+        self._waits = self._is_new = False  # for `use`, `use_new`
         self._replace_again: Callable[[], None] | None = None
 
     @property
@@ -237,7 +239,7 @@ class RankSegments:
             slots: Number of slots; None for 3, falling back to 2 where 3 do not fit.
             job: Job id.
             is_opening: The restore and the first step come first, and want the cores: large slots of an adopted segment, whose
-                memory is there already, are mapped from `use()` on.
+                memory is there already, are mapped from `use()` on, and where cores are few, new ones made from `use_new()` on.
 
         Raises:
             SharedMemoryError: There is too little room for 2 slots.
@@ -248,15 +250,22 @@ class RankSegments:
         segment = adopted if adopted is not None else self._create(need, slots, job)
         self._reservation = Reservation(pin_for=self.pin_for)
         self._reservation.segment = segment
-        self._waits = is_opening and adopted is not None and need.slot_bytes > SMALL_SLOT_BYTES
+        self._is_new = adopted is None
+        is_crowded = len(os.sched_getaffinity(0)) <= _CORES_OF_A_RESTORE * env.LOCAL_WORLD_SIZE
+        self._waits = is_opening and need.slot_bytes > SMALL_SLOT_BYTES and (is_crowded or not self._is_new)
         if not self._waits:
             self._reservation.start(lambda: segment)
         self._coming = need
         self._replace_again = partial(self.replace, need, slots=slots, job=job)
         self.wait_if_small()
 
+    def use_new(self) -> None:
+        """Begin to make a new segment, where `open` left that for now: the restore has its bytes."""
+        if self._is_new:
+            self.use()
+
     def use(self) -> None:
-        """Begin to map an adopted segment, where `open` left that for now."""
+        """Begin to map an adopted segment, or to make a new one, where `open` left that for now."""
         if self._waits:
             segment, self._waits = self._reservation.segment, False
             self._reservation.start(lambda: segment)

@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import ClassVar, NoReturn, TypeVar
 
 from flashckpt.errors import DamagedError, ObjectMissingError, RootError, StoreError
 from flashckpt.faults import crash_point
@@ -27,7 +27,7 @@ from flashckpt.storage.conditional import (
     require_restartable,
     warn_unconditional,
 )
-from flashckpt.storage.direct_io import read_direct, read_file, write_durable
+from flashckpt.storage.direct_io import PAGE_BYTES, read_direct, read_file, write_durable
 from flashckpt.storage.store import (
     SWEEP_AGE_S,
     TEMPORARY,
@@ -50,8 +50,11 @@ class PosixStore:
     """Objects as files under `root`, which is created by the first write or by `check`.
 
     Attributes:
+        page_bytes: Ranges that begin at a multiple of it, and memory that does, are read without a copy on the way.
         past_cache: Whether large ranges are read from the disk although the page cache has them.
     """
+
+    page_bytes: ClassVar = PAGE_BYTES
 
     def __init__(self, root: Path) -> None:
         self.root = root

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import mmap
 from math import prod
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from flashckpt.restore.executor import RestoreCounts, Target, execute_reads
 from flashckpt.restore.sources import Source, StorageSource
 from flashckpt.shm.segment_file import address_of
 from flashckpt.storage.factory import open_store
+from flashckpt.storage.posix import PosixStore
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -190,6 +192,32 @@ def test_small_tensors_are_copied_and_compared_with_their_digests_in_one_pass(
     counts = restored(packs, many, [found, packs.source("b", [many])])
     assert len(counts.damaged) == 1
     assert "'t077'" in counts.damaged[0]
+
+
+@pytest.mark.parametrize("at", [0, 64], ids=["a page", "where malloc puts it"])
+@pytest.mark.parametrize(("rows", "number"), [(1100, 1), (10, 60)], ids=["a large one", "many small ones"])
+def test_tensors_are_read_so_that_the_disk_needs_no_buffer(
+    packs: Packs, monkeypatch: pytest.MonkeyPatch, at: int, rows: int, number: int
+) -> None:
+    held = [shard("before", (77,)), *(shard(f"{n}", (rows, 1000)) for n in range(number))]
+    source, memory, asked = packs.source("p", [held]), mmap.mmap(-1, 5 << 20), []
+    with memoryview(memory) as whole:
+        targets = []
+        for one in held[1:]:
+            targets.append(Target(shard=one, buffer=whole[at : at + one.nbytes]))
+            at += one.nbytes
+        real = PosixStore.get_range
+
+        def get_range(store: PosixStore, key: str, start: int, out: memoryview) -> None:
+            asked.append((start % 4096, address_of(out) % 4096))
+            real(store, key, start, out)
+
+        monkeypatch.setattr(PosixStore, "get_range", get_range)
+        execute_reads(targets, [source])
+        assert asked == [(0, 0)]
+        for target in targets:
+            assert bytes(target.buffer) == packs.cut(target.shard)
+            target.buffer.release()
 
 
 def test_small_tensors_that_lie_in_the_same_memory_are_restored_one_after_another(packs: Packs) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import nn
 
 from flashckpt.core.shard import Shard
 from flashckpt.shm.job_directory import JobDirectory
+from flashckpt.shm.segment import Segment
 from flashckpt.snapshot.copy import Buffer
 from flashckpt.snapshot.copy_plan import CopyPlan
 from flashckpt.snapshot.device import DeviceCopier, SmallBatch
@@ -155,6 +157,26 @@ def reserving(slots: int = 2) -> RankSegments:
     shard = Shard(fqn="x", dtype="uint8", global_shape=(90_000,), offsets=(0,), lengths=(90_000,))
     memory.open(need_of([shard]), slots=slots, job="t")
     return memory
+
+
+@pytest.mark.parametrize(("cores", "begins_at_once"), [(2, False), (3, True)])
+def test_nothing_is_reserved_while_a_restore_needs_all_cores(
+    cores: int, begins_at_once: bool, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserved: list[bool] = []  # for each time: whether the restore was over
+    is_over = False
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(Segment, "reserve", lambda *_, **__: reserved.append(is_over))
+    memory = RankSegments(JobDirectory.open("t"), root_digest=1, rank=0)
+    large = Shard(fqn="x", dtype="uint8", global_shape=(20 << 20,), offsets=(0,), lengths=(20 << 20,))
+    memory.open(need_of([large]), slots=2, job="t", is_opening=True)
+    if begins_at_once:
+        wait_for(lambda: memory.is_ready, what="the reservation")
+    is_over = True
+    memory.use_new()
+    wait_for(lambda: memory.is_ready, what="the reservation")
+    assert reserved == [not begins_at_once]
+    memory.release()
 
 
 @pytest.mark.parametrize("code", [0, 2])
