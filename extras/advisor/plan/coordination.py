@@ -31,10 +31,10 @@ RANGED_FROM = 64
 """Ranks from which on the state of their generators is beside MANIFEST, an object per node."""
 RANK_BYTES, RANGED_BYTES, ROW_BYTES = 10_200, 150, 100
 """Bytes of MANIFEST per rank, with its generators and without, and per tensor of a rank."""
-FENCE = 3
-"""Requests that find out whether a newer generation has claimed the root: list, conditional put, get."""
-JOIN = 2 + FENCE + 1
-"""Requests of a node that joins: which intents there are, what the one says, no newer generation, whose indexes are there."""
+FENCE = 1
+"""Requests that find out whether a newer generation has claimed the root: a listing, once the own claim was read back."""
+JOIN = 2 + 1
+"""Requests of a node that joins: which intents there are, what the one says, whose indexes are there."""
 OUTCOME = 2
 """Requests of a node that asks whether a checkpoint is committed or abandoned."""
 LEASE = 1
