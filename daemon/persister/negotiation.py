@@ -156,7 +156,11 @@ class Negotiation:
         tier must continue, and the next attempt takes what is newest then.
         """
         persist = self.persist
-        if not event.failing or not 0 < event.node.least_slots <= MIN_SLOTS or (persist and (persist.is_writing or persist.is_committing)):
+        if (
+            not event.failing
+            or not 0 < event.node.least_slots <= MIN_SLOTS
+            or (persist and (persist.is_writing or persist.is_committing))
+        ):
             yield from self._hold(event.node, urgent=event.urgent)
             return
         pinned = persist.intent.identity if persist is not None else self.candidate

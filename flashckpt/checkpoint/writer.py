@@ -121,9 +121,7 @@ def write_packs(pin: PinnedSlot, store: Store, prefix: str, *, options: PersistO
     return index_manifest(manifest, packs, names)
 
 
-def commit(
-    store: Store, prefix: str, writers: Sequence[int], *, is_wanted: Callable[[], bool] = lambda: True
-) -> bool:
+def commit(store: Store, prefix: str, writers: Sequence[int], *, is_wanted: Callable[[], bool] = lambda: True) -> bool:
     """Make the checkpoint exist: verify every writer's index and packs, merge, create MANIFEST.
 
     May be called by several processes, and again after a crash: exactly one creates MANIFEST.
