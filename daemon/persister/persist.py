@@ -134,11 +134,14 @@ class Persist:
             if not self.is_writing:
                 yield p.StartWrite(self.intent, self.left)
                 self.is_writing = True
-            return None
-        if self.is_committing:
+        elif self.is_committing:
             return (yield from self._go_on(tick.now_s))
-        if self.has_waited and not may_look():
-            return None
+        elif not self.has_waited or may_look():
+            return (yield from self._look(tick))
+        return None
+
+    def _look(self, tick: Tick) -> _Work:
+        """Find out what has become of the snapshot, and commit it where that is this node's turn."""
         identity = self.intent.identity
         yield p.CheckFence()
         if is_rolled_back(identity, [tick.generation]):

@@ -144,8 +144,7 @@ def commit(store: Store, prefix: str, writers: Sequence[int], *, is_wanted: Call
     if _committed(store, prefix):
         return False
     crash_point("persist.before-manifest")
-    indexes = _read_indexes(store, prefix, writers)
-    merged = merge(indexes)
+    merged = merge(_read_indexes(store, prefix, writers))
     refuse_gaps(merged.table)
     encoded = encode_manifest(merged)
     if not is_wanted():
