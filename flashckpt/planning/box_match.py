@@ -143,7 +143,7 @@ def match(wanted: ShardTable, left: Ints, held: ShardTable, *, name: str) -> Mat
     decided[here[alike]] = 1
     first, last = _candidates(wanted, left, held, ids, here[~alike])
     for block in _blocks(here[~alike], last - first):
-        pairs = _pairs(wanted, left[block], held, first[block], last[block], width)
+        pairs = _pairs(wanted, left[block], held, (first[block], last[block]), width)
         chosen, is_covered, is_met = _choose(pairs, len(block))
         decided[block[is_met]] = 2
         decided[block[is_covered]] = 1
@@ -258,10 +258,10 @@ def _blocks(here: Ints, counts: Ints) -> Iterator[Ints]:
         first = last
 
 
-def _pairs(wanted: ShardTable, rows: Ints, held: ShardTable, first: Ints, last: Ints, width: int) -> _Pairs:
+def _pairs(wanted: ShardTable, rows: Ints, held: ShardTable, near: tuple[Ints, Ints], width: int) -> _Pairs:
     """Return the pairs that share an element, by wanted box, then by row: each box with its own range of rows."""
     order, _ = held.rows_by_tensor
-    counts = last - first
+    first, counts = near[0], near[1] - near[0]
     which = np.repeat(np.arange(len(rows)), counts)
     other = order[ranges(first, counts)]
     offsets, lengths = wanted.dims(wanted.offsets, rows, width, 0), wanted.dims(wanted.lengths, rows, width, 1)

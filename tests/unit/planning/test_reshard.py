@@ -312,11 +312,12 @@ def test_a_look_at_the_rows_near_a_box_alone_gives_the_plan_of_a_look_at_all(dat
 def test_a_tensor_cut_into_many_rows_is_planned_from_few_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = (4096, 2)
     table = table_of([shard_of(Box((at, 0), (1, 2)), shape) for at in range(4096)])
-    looked, real = [], box_match._pairs
+    looked: list[int] = []
+    real = box_match._pairs
 
-    def pairs(wanted: ShardTable, rows: Any, held: ShardTable, first: Any, last: Any, width: int) -> Any:
-        looked.append(int((last - first).sum()))
-        return real(wanted, rows, held, first, last, width)
+    def pairs(wanted: ShardTable, rows: Any, held: ShardTable, near: Any, width: int) -> Any:
+        looked.append(int((near[1] - near[0]).sum()))
+        return real(wanted, rows, held, near, width)
 
     monkeypatch.setattr(box_match, "_pairs", pairs)
     plan = plan_reads([shard_of(Box((700, 0), (3, 2)), shape)], [table])
