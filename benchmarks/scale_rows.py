@@ -76,7 +76,8 @@ def table_of(rank: int, world: int, rows: int) -> ShardTable:
     has_second = np.stack([np.ones(len(held), bool), ndim == 2], axis=1)
 
     def dims(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-        return np.stack([first[held], second[held]], axis=1)[has_second].astype(np.int64)
+        found: np.ndarray = np.stack([first[held], second[held]], axis=1)[has_second].astype(np.int64)
+        return found
 
     nbytes = (length[held] * np.maximum(1, wide[held]) * 4).astype(np.int64)
     ends = np.cumsum(-(-nbytes // 64) * 64)
@@ -162,7 +163,7 @@ def planning(path: str, world: int, rows: int) -> dict[str, float]:
 
 
 def child(what: str, folder: Path, world: int, rows: int, path: str = "") -> dict[str, float]:
-    """Run one part in a process of its own."""
+    """Run one part in a separate process."""
     command = [sys.executable, __file__, "--part", what, str(folder), str(world), str(rows), path]
     found: dict[str, float] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return found

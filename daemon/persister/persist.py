@@ -135,7 +135,7 @@ class Persist:
                 yield p.StartWrite(self.intent, self.left)
                 self.is_writing = True
         elif self.is_committing:
-            return (yield from self._go_on(tick.now_s))
+            return (yield from self._continue(tick.now_s))
         elif not self.has_waited or may_look():
             return (yield from self._look(tick))
         return None
@@ -158,7 +158,7 @@ class Persist:
             return (yield from self._commit())
         return None
 
-    def _go_on(self, now_s: float) -> _Work:
+    def _continue(self, now_s: float) -> _Work:
         """Renew the lease while the commit works, however long it takes; where another node has it, the work here ends."""
         if self.lease is None or self.is_there or (yield from self.lease.hold(now_s, leads=self.leads)):
             return (yield from self._commit())

@@ -78,7 +78,7 @@ class SkippedSpans:
 
     @property
     def packed(self) -> str:
-        """All of them as text, made anew only after a change: a snapshot records them while training waits for it."""
+        """All of them as text, remade only after a change: a snapshot records them while training waits for it."""
         if self._packed is None:
             self._packed = base64.b64encode(np.array(self.spans, "<i8").tobytes()).decode()
         return self._packed

@@ -65,8 +65,8 @@ def test_a_transcript_with_one_action_more_or_less_is_wrong(path: Path) -> None:
         (messaging, "PATIENCE_S", 0.05, "ranks-carry-messages"),
         (messaging, "CARRIED_LOOK_S", 600.0, "asked-where-the-ranks-hang"),
         (persist, "lease_of", lambda *_: None, "all-nodes-agree"),
-        (persist.Persist, "_go_on", lambda self, _: self._commit(), "commit-longer-than-its-lease"),
-        (persist.Persist, "_go_on", lambda self, _: self._commit(), "committer-hangs-while-it-commits"),
+        (persist.Persist, "_continue", lambda self, _: self._commit(), "commit-longer-than-its-lease"),
+        (persist.Persist, "_continue", lambda self, _: self._commit(), "committer-hangs-while-it-commits"),
     ],
 )
 def test_a_machine_that_decides_otherwise_does_not_follow_its_transcript(

@@ -111,7 +111,7 @@ def test_a_commit_longer_than_its_lease_keeps_it_and_no_other_node_begins_one(
         assert identities(nodes[0]) == []
         leases = list(Path(nodes[0].root).glob("*/committer.*"))
         assert (len(begun), len(leases)) == (1, 1), "one commits, and nobody has taken the lease over"
-        assert [daemon.error for daemon in daemons] == ["", "", ""], "the turns of all nodes go on meanwhile"
+        assert [daemon.error for daemon in daemons] == ["", "", ""], "the turns of all nodes continue meanwhile"
         may_end.set()
         turn_all(daemons, rounds(lambda: (1, 10) in identities(nodes[0])), "the commit")
     assert_bitwise(nodes, (1, 10))

@@ -285,15 +285,16 @@ def test_simulated_70_layer_model_plans_at_64_ranks() -> None:
 @given(data=st.data())
 def test_a_look_at_the_rows_near_a_box_alone_gives_the_plan_of_a_look_at_all(data: st.DataObject) -> None:
     """Rows that follow each other, overlap, are empty, lie in another order, or are cut along another dimension."""
-    tensors = {f"t{k}": tuple(data.draw(st.lists(st.integers(1, 12), max_size=2))) for k in range(3)}
+    sizes, flips = st.lists(st.integers(1, 12), max_size=2), st.booleans()
+    tensors = {f"t{k}": tuple(data.draw(sizes)) for k in range(3)}
     held, wanted = [], []
     for fqn, shape in tensors.items():
         boxes = data.draw(partitions(whole(shape)))
-        if shape and data.draw(st.booleans()):  # along the first dimension, as FSDP cuts it
+        if shape and data.draw(flips):  # along the first dimension, as FSDP cuts it
             step = data.draw(st.integers(1, 4))
             starts = range(0, shape[0], step)
             boxes = [Box((at, *[0] * (len(shape) - 1)), (min(step, shape[0] - at), *shape[1:])) for at in starts]
-        if data.draw(st.booleans()):
+        if data.draw(flips):
             boxes = data.draw(st.permutations(boxes))
         boxes += data.draw(st.lists(st.sampled_from(boxes), max_size=2))
         held += [shard_of(box, shape, fqn=fqn) for box in boxes]
