@@ -125,8 +125,6 @@ MUTANTS = [
     Mutant("the writers of a commit are those here", f"{_P}/coordinator.py",
            "commit(store, prefix, intent.writers, is_wanted=is_wanted)",
            "commit(store, prefix, sorted(self.flush.pins), is_wanted=is_wanted)"),
-    Mutant("a commit that another node has taken over continues", f"{_P}/persist.py",
-           "        yield p.StopCommit()\n", ""),
     Mutant("the index before the packs", f"{_P}/flush.py",
            "completes = not self._is_claimed and self._indexes.keys() >= self._wanted",
            "completes = not self._is_claimed and bool(self._indexes)"),
