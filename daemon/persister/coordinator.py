@@ -93,6 +93,7 @@ class PersistCoordinator:
         self.housekeeper = Housekeeper(lambda: open_store(config.root, **config.storage_options), self._policy)
         self._store: Store | None = None
         self._replaced = ReplacedRoot()
+        self._confirmed = 0, ""  # number and token of the claim that was read back
         self._proposals = Proposals()
         self._leases = LeaseObjects()
         self._pins: dict[SnapshotId, dict[int, Pin]] = {}
@@ -223,6 +224,9 @@ class PersistCoordinator:
         match action:
             case p.Unpin(identity):
                 release(self._pins.pop(identity, {}))
+            case p.StopCommit():
+                assert self.flush is not None
+                self.flush.stop_commit()
             case p.EndWrite(identity, outcome):
                 self._end_write(identity, outcome)
             case p.Send(message):
@@ -259,7 +263,14 @@ class PersistCoordinator:
         match action:
             case p.CheckFence():
                 claim = replace(self._record, created_s=time.time())
-                check_fence(store, claim, on_missing=lambda: self._replaced.refuse(store, claim))
+                own = claim.number, claim.token
+                check_fence(
+                    store,
+                    claim,
+                    on_missing=lambda: self._replaced.refuse(store, claim),
+                    is_known=self._confirmed == own and store.is_conditional,
+                )
+                self._confirmed = own
                 self._replaced.note(store, claim)
             case p.PublishProposal(generation, proposal):
                 self._proposals.publish(store, generation, proposal)
@@ -347,8 +358,10 @@ class PersistCoordinator:
 
     def _commit(self, intent: Intent) -> Event:
         assert self.flush is not None
+        store, prefix = self._connected(), prefix_of(*intent.identity)
         try:
-            commit(self._connected(), prefix_of(*intent.identity), intent.writers)
+            if not self.flush.commits(lambda is_wanted: commit(store, prefix, intent.writers, is_wanted=is_wanted)):
+                return p.CommitRuns()
         except FencedError:  # swept: there is a tombstone in place of MANIFEST
             return p.TombstoneFound()
         except OF_THE_DATA as error:

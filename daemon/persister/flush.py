@@ -24,6 +24,8 @@ from flashckpt.shm.inventory import release
 from flashckpt.shm.segment import Pin
 from flashckpt.storage.store import Store
 
+QUICK_S = 0.2
+"""Seconds that a turn waits for a commit: nearly all end in this time, and their end is then not noticed a turn later."""
 WRITERS_AT_ONCE = 4
 """Slots of one node that are streamed at the same time: bounds the parts in flight."""
 OF_THE_DATA = (DamagedError, PersistError, ShardGapError, DisagreementError)
@@ -58,6 +60,8 @@ class Flush:
         self._indexes: dict[int, Manifest] = {}
         self._wanted = set[int]()
         self._is_claimed = self._is_indexed = False
+        self._commit: Future[object] | None = None
+        self._is_wanted = True
         self._pool = ThreadPoolExecutor(WRITERS_AT_ONCE, thread_name_prefix="flashckpt-persist")
         self._lock, self._room = threading.Lock(), threading.Lock()
 
@@ -75,7 +79,7 @@ class Flush:
 
     def result(self) -> WriteFinished | WriteFailed | None:
         """Return how the present attempt ended, once; None while it is running, or where none was begun."""
-        if self._futures is None or self.is_writing:
+        if self._futures is None or self._writes():
             return None
         futures, self._futures = self._futures, None
         failed = {rank: error for rank, future in futures.items() if (error := future.exception()) is not None}
@@ -85,6 +89,34 @@ class Flush:
             self.error = error
             return WriteFailed(self.cause_of(error), problem_of(error), tuple(failed))
         return WriteFinished(time.monotonic())
+
+    def commits(self, work: Callable[[Callable[[], bool]], object]) -> bool:
+        """Begin a commit where none works, and wait a moment for it; return whether it has ended. Raises what it raises.
+
+        Args:
+            work: The commit; it is given whether it is still wanted.
+        """
+        if self._commit is None:
+            self._is_wanted, is_over = True, threading.Event()
+            self._commit = self._pool.submit(self._work, work, is_over)
+            is_over.wait(QUICK_S)
+        if not self._commit.done():
+            return False
+        ended, self._commit = self._commit, None
+        if self._is_wanted or ended.exception() is None:
+            ended.result()
+            return True
+        return False
+
+    def stop_commit(self) -> None:
+        """Let a commit that works end before it creates MANIFEST."""
+        self._is_wanted = False
+
+    def _work(self, work: Callable[[Callable[[], bool]], object], is_over: threading.Event) -> None:
+        try:
+            work(lambda: self._is_wanted)
+        finally:
+            is_over.set()
 
     def cause_of(self, error: Exception) -> Cause:
         """Return what an error of a write or a commit means for further attempts."""
@@ -97,16 +129,20 @@ class Flush:
 
     @property
     def is_begun(self) -> bool:
-        """Whether an attempt was begun whose result was not looked at yet."""
-        return self._futures is not None
+        """Whether an attempt, or a commit, was begun whose result was not looked at yet."""
+        return self._futures is not None or self._commit is not None
 
     @property
     def is_writing(self) -> bool:
         """Whether background work is running."""
+        return self._writes() or (self._commit is not None and not self._commit.done())
+
+    def _writes(self) -> bool:
         return any(not future.done() for future in (self._futures or {}).values())
 
     def close(self) -> None:
         """End the threads (after their current writes) and release the slots."""
+        self.stop_commit()
         self._pool.shutdown()
         release(self.pins)
 

@@ -60,6 +60,7 @@ class Negotiation:
         self._pinned: tuple[int, ...] = ()  # ranks whose slots of the candidate are held
         self._owed = BEFORE_ALL  # to be persisted, or something newer, though it may be overwritten meanwhile
         self._root_is_read = False
+        self._fenced = 0  # the generation whose claim was seen on the root
         self._intents_are_read = False
         self._abandoned: frozenset[SnapshotId] = frozenset()
         self._search = Search()
@@ -155,7 +156,11 @@ class Negotiation:
         tier must continue, and the next attempt takes what is newest then.
         """
         persist = self.persist
-        if not event.failing or not 0 < event.node.least_slots <= MIN_SLOTS or (persist and persist.is_writing):
+        if (
+            not event.failing
+            or not 0 < event.node.least_slots <= MIN_SLOTS
+            or (persist and (persist.is_writing or persist.is_committing))
+        ):
             yield from self._hold(event.node, urgent=event.urgent)
             return
         pinned = persist.intent.identity if persist is not None else self.candidate
@@ -328,7 +333,10 @@ class Negotiation:
             elif is_rolled_back(intent.identity, [tick.generation]):
                 yield p.AbandonIntent(intent.identity, ROLLED_BACK)
             else:
-                yield p.CheckFence()
+                # the claim, once; whoever may be fenced since then finds it before a commit, and nothing counts earlier
+                if self._fenced != tick.generation.number:
+                    yield p.CheckFence()
+                    self._fenced = tick.generation.number
                 return (yield from self._join(tick.node, intent))
         return False
 

@@ -105,6 +105,8 @@ class Persist:
         pinned: Ranks whose slots are held; may lack those whose index is there already.
         left: Those of them that are still to be written.
         is_writing: Whether they are being written.
+        is_committing: Whether a commit works in the background here.
+        is_there: Whether it only looks at what was found in the place of MANIFEST.
         written_s: When the last index of this node became durable; None before.
         has_waited: Whether the other writers were not done when this node was.
         attempts: Failures that were not the storage's.
@@ -117,6 +119,8 @@ class Persist:
     pinned: tuple[int, ...]
     left: tuple[int, ...]
     is_writing: bool = False
+    is_committing: bool = False
+    is_there: bool = False
     written_s: float | None = None
     has_waited: bool = False
     attempts: int = 0
@@ -130,9 +134,14 @@ class Persist:
             if not self.is_writing:
                 yield p.StartWrite(self.intent, self.left)
                 self.is_writing = True
-            return None
-        if self.has_waited and not may_look():
-            return None
+        elif self.is_committing:
+            return (yield from self._continue(tick.now_s))
+        elif not self.has_waited or may_look():
+            return (yield from self._look(tick))
+        return None
+
+    def _look(self, tick: Tick) -> _Work:
+        """Find out what has become of the snapshot, and commit it where that is this node's turn."""
         identity = self.intent.identity
         yield p.CheckFence()
         if is_rolled_back(identity, [tick.generation]):
@@ -145,7 +154,16 @@ class Persist:
         is_there = isinstance(found, p.CommitFound)
         patience_s = INTENT_PATIENCE_S if tick.generation.number == identity.generation else EARLIER_PATIENCE_S
         if is_there or (yield from self._may_commit(tick.now_s, patience_s)):
-            return (yield from self._commit(is_there=is_there))
+            self.is_there = is_there
+            return (yield from self._commit())
+        return None
+
+    def _continue(self, now_s: float) -> _Work:
+        """Renew the lease while the commit works, however long it takes; where another node has it, the work here ends."""
+        if self.lease is None or self.is_there or (yield from self.lease.hold(now_s, leads=self.leads)):
+            return (yield from self._commit())
+        self.is_committing, self.has_waited = False, True
+        yield p.StopCommit()
         return None
 
     def write_finished(self, event: p.WriteFinished) -> None:
@@ -180,10 +198,13 @@ class Persist:
         if self.lease is None and self.written_s is not None and not here.issuperset(self.intent.writers):
             self.lease = lease_of(self.intent.identity, len(self.intent.writers), self.written_s)
 
-    def _commit(self, *, is_there: bool) -> _Work:
+    def _commit(self) -> _Work:
         answer = yield p.Commit(self.intent)
+        self.is_committing = isinstance(answer, p.CommitRuns)
+        if self.is_committing:
+            return None
         if isinstance(answer, p.CommitFailed):
-            if answer.cause is p.Cause.DAMAGED and not is_there:  # what was durable is not: write ours again
+            if answer.cause is p.Cause.DAMAGED and not self.is_there:  # what was durable is not: write ours again
                 self.left, self.written_s = self.pinned, None
             return (yield from self._failed(answer.cause, answer.problem))
         return Outcome.GIVEN_UP if isinstance(answer, p.TombstoneFound) else Outcome.COMMITTED

@@ -215,6 +215,11 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True)
+class CommitRuns:
+    """It works in the background: asked again, the commit tells its end."""
+
+
+@dataclass(frozen=True, slots=True)
 class TombstoneFound:
     """The checkpoint was given up and swept, or deleted: nobody may commit it any more."""
 
@@ -229,7 +234,8 @@ class CommitFailed:
 
 Event = (
     Tick | Paused | WriteFinished | WriteFailed | Done | RootRead | IntentsRead | ProposalsRead | IndexesRead
-    | LeaseRead | LeaseTaken | LeaseLost | Pinned | PinLost | CommitFound | AbandonmentFound | NothingFound | Committed | TombstoneFound | CommitFailed
+    | LeaseRead | LeaseTaken | LeaseLost | Pinned | PinLost | CommitFound | AbandonmentFound | NothingFound
+    | Committed | CommitRuns | TombstoneFound | CommitFailed
 )  # fmt: skip
 STARTING = (Tick, Paused, WriteFinished, WriteFailed)
 """Events that answer nothing: each begins a turn."""
@@ -265,6 +271,11 @@ class EndWrite(Action):
 
     identity: SnapshotId
     outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class StopCommit(Action):
+    """Another node commits: what works on it here ends before it creates MANIFEST."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,9 +405,9 @@ class RenewCommitLease(Question):
 
 @dataclass(frozen=True, slots=True)
 class Commit(Question):
-    """Verify all indexes and create MANIFEST; one that is there is verified."""
+    """Verify all indexes and create MANIFEST; one that is there is verified. What takes long is asked again."""
 
-    answers = (Committed, TombstoneFound, CommitFailed)
+    answers = (Committed, CommitRuns, TombstoneFound, CommitFailed)
     intent: Intent
 
 

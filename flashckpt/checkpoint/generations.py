@@ -61,13 +61,17 @@ def newest_generation(store: Store) -> int:
     return max([*_claimed(store), *used], default=0)
 
 
-def check_fence(store: Store, claim: Generation, *, on_missing: Callable[[], None] = lambda: None) -> None:
+def check_fence(
+    store: Store, claim: Generation, *, on_missing: Callable[[], None] = lambda: None, is_known: bool = False
+) -> None:
     """Raise unless the root's newest generation is `claim`; claim it where it is free, before anything is persisted.
 
     Args:
         store: The root.
         claim: This generation of the job.
         on_missing: Called before it is claimed where it is free.
+        is_known: The claim on the root was found to be this one before, on a store where each is created once: then
+            one listing is enough.
 
     Raises:
         FencedError: A newer generation is there, or this number belongs to another run.
@@ -77,6 +81,8 @@ def check_fence(store: Store, claim: Generation, *, on_missing: Callable[[], Non
         raise _fenced(claim, f"generation {newest} was claimed on {store.url}")
     if claim.number not in claimed:
         on_missing()
+    elif is_known:
+        return
     if not claim_generation(store, claim):
         raise _fenced(claim, f"generation {claim.number} of {store.url} belongs to another run")
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from flashckpt.checkpoint.root_records import parallel
+from flashckpt.checkpoint.root_records import IN_FLIGHT, parallel
 from flashckpt.core.manifest import Manifest, cover, decode_manifest, encode_manifest
 from flashckpt.core.values import NO_RANGES, concatenate, cut
 from flashckpt.errors import DamagedError, ObjectMissingError, PersistError
@@ -59,8 +59,11 @@ def read_indexes(store: Store, prefix: str, writers: Sequence[int]) -> list[Mani
     names = (key.rpartition("/")[2] for key in sizes)
     wanted = _needed([ranks for name in names if (ranks := ranks_of_index(name)) is not None], writers)
     # decoded in one thread: 64 of them in Python take half as long again
-    found = parallel(lambda ranks: _get_index(store, prefix, ranks), wanted)
-    indexes = [_decoded(store, prefix, ranks, raw) for ranks, raw in zip(wanted, found, strict=True)]
+    indexes: list[Manifest] = []
+    for at in range(0, len(wanted), IN_FLIGHT):  # not all of their bytes are held at a time
+        some = wanted[at : at + IN_FLIGHT]
+        found = parallel(lambda ranks: _get_index(store, prefix, ranks), some)
+        indexes += [_decoded(store, prefix, ranks, raw) for ranks, raw in zip(some, found, strict=True)]
     check_packs(store, prefix, indexes, sizes)
     return indexes
 

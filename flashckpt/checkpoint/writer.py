@@ -13,7 +13,7 @@ import mmap
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -121,16 +121,22 @@ def write_packs(pin: PinnedSlot, store: Store, prefix: str, *, options: PersistO
     return index_manifest(manifest, packs, names)
 
 
-def commit(store: Store, prefix: str, writers: Sequence[int]) -> bool:
+def commit(store: Store, prefix: str, writers: Sequence[int], *, is_wanted: Callable[[], bool] = lambda: True) -> bool:
     """Make the checkpoint exist: verify every writer's index and packs, merge, create MANIFEST.
 
     May be called by several processes, and again after a crash: exactly one creates MANIFEST.
+
+    Args:
+        store: The root.
+        prefix: Folder of the checkpoint.
+        writers: Ranks whose indexes make it up.
+        is_wanted: Asked before MANIFEST is created: that of many ranks takes long, and another may have taken it over.
 
     Returns:
         True where this call created MANIFEST; False where an equal checkpoint was already committed.
 
     Raises:
-        PersistError: A writer has not written its index, or the index belongs to another snapshot.
+        PersistError: A writer has not written its index, or the index belongs to another snapshot; or it is not wanted.
         DamagedError: An index or pack is damaged, missing or truncated.
         ShardGapError: The writers together do not cover a tensor.
         FencedError: The checkpoint was given up and swept.
@@ -138,10 +144,12 @@ def commit(store: Store, prefix: str, writers: Sequence[int]) -> bool:
     if _committed(store, prefix):
         return False
     crash_point("persist.before-manifest")
-    indexes = _read_indexes(store, prefix, writers)
-    merged = merge(indexes)
+    merged = merge(_read_indexes(store, prefix, writers))
     refuse_gaps(merged.table)
-    if not store.put_if_absent(f"{prefix}/{MANIFEST}", encode_manifest(merged)):
+    encoded = encode_manifest(merged)
+    if not is_wanted():
+        raise PersistError(f"the checkpoint {prefix} is not committed here any more", state="MANIFEST was not written.")
+    if not store.put_if_absent(f"{prefix}/{MANIFEST}", encoded):
         if _committed(store, prefix):
             return False
         raise PersistError(

@@ -16,7 +16,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from flashckpt.core.digest import CHUNK_BYTES, NAME, digest, digest_of
+from flashckpt.core.digest import CHUNK_BYTES, NAME, digest_of
 from flashckpt.core.manifest_header import (
     HEADER,
     KEY,
@@ -148,10 +148,11 @@ def encode_manifest(m: Manifest, *, table_bytes: bytes | None = None) -> bytes:
     has_ranges = len(m.ranged) > 0
     body_map |= {"ranged": m.ranged.packed()} if has_ranges else {}
     body = msgpack.packb(body_map)
+    body_map.clear()  # the table of many ranks, which is in the body now
     # A program that does not know ranges would restore without these values, so it has to refuse the whole.
     major = MAJOR_WITH_RANGES if has_ranges else MAJOR
     prefix = PREFIX.pack(MAGIC, major, MINOR_WITH_SUMMARY if m.rank < 0 else MINOR, 0, len(body))
-    return b"".join((prefix, struct.pack("<Q", digest(prefix + body)), body))
+    return b"".join((prefix, struct.pack("<Q", digest_of(prefix, body)), body))
 
 
 def header_of(m: Manifest) -> ManifestHeader:

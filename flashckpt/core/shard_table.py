@@ -23,6 +23,7 @@ _COLUMNS: dict[str, str] = {  # name on disk -> numpy type; little-endian, one e
     "object_id": "<i4",
 }
 _DIMS = ("global_shape", "offsets", "lengths")  # int64, the rows' dimensions one after another
+_ODD = np.uint64(0x9E3779B97F4A7C15)
 KEPT_SHARDS = 1 << 16
 """Most rows of a table that are kept as Shards: a plan asks for the same one several times. About 40 MB."""
 
@@ -46,7 +47,6 @@ class ShardTable:
         self.replica, self.byte_offset, self.nbytes = columns["replica"], columns["byte_offset"], columns["nbytes"]
         self.first_chunk, self.object_id = columns["first_chunk"], columns["object_id"]
         self.global_shape, self.offsets, self.lengths = columns["global_shape"], columns["offsets"], columns["lengths"]
-        self.dim_start = np.concatenate(([0], np.cumsum(self.ndim, dtype=np.int64)))
         self._shards: dict[int, Shard] = {}
         self._asked: tuple[Sequence[str] | None, np.ndarray] = None, np.zeros(0, np.int64)
 
@@ -162,18 +162,28 @@ class ShardTable:
             np.repeat(np.cumsum(counts) - counts, rows)
             for counts in (np.array([count for _, _, count in parts]), np.array([len(found) for _, found, _ in parts]))
         )
+        first = np.concatenate([table.first_chunk for table in tables]) + starts  # where its writer says
+        whole.object_id = whole.object_id + shifts.astype(np.int32)
         keep = _first_of_each_box(whole)
+        if len(keep) == len(whole) and np.array_equal(first, whole.first_chunk):  # nearly always: nothing is copied
+            digests = np.concatenate([found for _, found, _ in parts])
+            if len(digests) == whole.chunks:
+                return whole, digests
         columns = {name: getattr(whole, name)[keep] for name in _COLUMNS}
-        columns["object_id"] = (whole.object_id + shifts.astype(np.int32))[keep]
         dims = ranges(whole.dim_start[:-1][keep], columns["ndim"])
         columns |= {name: getattr(whole, name)[dims] for name in _DIMS}
         columns["first_chunk"] = first_chunks(columns["nbytes"])
-        first = (np.concatenate([table.first_chunk for table in tables]) + starts)[keep]  # where its writer says
-        digests = np.concatenate([found for _, found, _ in parts])[ranges(first, chunk_counts(columns["nbytes"]))]
+        chunks = ranges(first[keep], chunk_counts(columns["nbytes"]))
+        digests = np.concatenate([found for _, found, _ in parts])[chunks]
         return cls(whole.fqns, whole.dtypes, columns), digests
 
     def __len__(self) -> int:
         return len(self.fqn_id)
+
+    @cached_property
+    def dim_start(self) -> np.ndarray:
+        """Where the dimensions of each row begin, and where those of the last one end."""
+        return np.concatenate(([0], np.cumsum(self.ndim, dtype=np.int64)))
 
     @cached_property
     def chunks(self) -> int:
@@ -237,6 +247,35 @@ class ShardTable:
         order = np.argsort(self.fqn_id, kind="stable")
         return order, np.searchsorted(self.fqn_id[order], np.arange(len(self.fqns) + 1))
 
+    @cached_property
+    def ascending(self) -> tuple[np.ndarray, np.ndarray]:
+        """(where along the first dimension each row of `rows_by_tensor` begins, which tensors have rows that follow each other).
+
+        In a tensor that is cut along its first dimension the rows that meet a box are then found without a look at all.
+        """
+        order, _ = self.rows_by_tensor
+        at, has = self.dim_start[:-1][order], self.ndim[order] > 0
+        begins, ends = np.zeros((2, len(order)), np.int64)
+        begins[has] = self.offsets[at[has]]
+        ends[has] = begins[has] + self.lengths[at[has]]
+        owner = self.fqn_id[order]
+        follow = np.ones(len(self.fqns), np.bool_)
+        follow[owner[~has]] = False
+        follow[owner[1:][(owner[1:] == owner[:-1]) & (ends[:-1] > begins[1:])]] = False
+        return begins, follow
+
+    @property
+    def derived(self) -> dict[str, np.ndarray]:
+        """What is computed from all rows, for another process that maps it instead."""
+        (order, starts), (begins, follow) = self.rows_by_tensor, self.ascending
+        return {"dim_start": self.dim_start, "order": order, "starts": starts, "begins": begins, "follow": follow}
+
+    def adopt(self, derived: dict[str, np.ndarray]) -> None:
+        """Take what `derived` of an equal table gave."""
+        self.__dict__["dim_start"] = derived["dim_start"]
+        self.__dict__["rows_by_tensor"] = derived["order"], derived["starts"]
+        self.__dict__["ascending"] = derived["begins"], derived["follow"]
+
     def dims(self, column: np.ndarray, rows: np.ndarray, width: int, fill: int) -> np.ndarray:
         """Return the dimensions of some rows as np.int64[len(rows), width], behind the last dimension `fill`.
 
@@ -289,10 +328,15 @@ def _numbered(fqns: Sequence[str], *, are_distinct: bool = False) -> tuple[list[
 
 
 def columns_of(table: ShardTable) -> dict[str, Any]:
-    """Return what is written of a table: lists of names and little-endian columns as bytes."""
-    columns = {name: np.ascontiguousarray(getattr(table, name), kind).tobytes() for name, kind in _COLUMNS.items()}
-    columns |= {name: np.ascontiguousarray(getattr(table, name), "<i8").tobytes() for name in _DIMS}
+    """Return what is written of a table: lists of names, and the bytes of little-endian columns, not copied."""
+    kinds = _COLUMNS | dict.fromkeys(_DIMS, "<i8")
+    columns = {name: raw_bytes(np.ascontiguousarray(getattr(table, name), kind)) for name, kind in kinds.items()}
     return {"rows": len(table), "fqns": table.fqns, "dtypes": table.dtypes, **columns}
+
+
+def raw_bytes(column: np.ndarray) -> memoryview:
+    """Return the bytes of an array where they lie."""
+    return column.data.cast("B") if column.size else memoryview(b"")
 
 
 def table_from_columns(columns: dict[str, Any]) -> ShardTable:
@@ -356,14 +400,43 @@ def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def _first_of_each_box(table: ShardTable) -> np.ndarray:
-    """Return the first row of each (tensor, box), ascending: rows are compared by one key of fixed width each."""
-    dims = int(table.ndim.max(initial=0))
-    keys = np.full((len(table), 2 + 2 * dims), -1, np.int64)
-    keys[:, 0], keys[:, 1] = table.fqn_id, table.ndim
-    for dim in range(dims):
+    """Return the first row of each (tensor, box), ascending.
+
+    Rows with different 64 bits of hash are of different boxes, and nearly always all are; only the others are compared, by
+    one key of fixed width each.
+    """
+    hashes = _hashes(table)
+    order = np.argsort(hashes)
+    alike = np.flatnonzero(hashes[order[1:]] == hashes[order[:-1]])
+    if not len(alike):
+        return np.arange(len(table))
+    doubtful = np.unique(order[np.concatenate((alike, alike + 1))])
+    kept = np.ones(len(table), np.bool_)
+    kept[doubtful] = False
+    kept[doubtful[_first_of_each_key(_keys(table, doubtful))]] = True
+    return np.flatnonzero(kept)
+
+
+def _hashes(table: ShardTable) -> np.ndarray:
+    """Return 64 bits of each row's tensor and box, the same for the same ones."""
+    found: np.ndarray = table.fqn_id.astype(np.uint64) * _ODD + table.ndim
+    for dim in range(int(table.ndim.max(initial=0))):
         rows = np.flatnonzero(table.ndim > dim)
-        keys[rows, 2 + 2 * dim] = table.offsets[table.dim_start[rows] + dim]
-        keys[rows, 3 + 2 * dim] = table.lengths[table.dim_start[rows] + dim]
+        for column in (table.offsets, table.lengths):
+            mixed = (found[rows] ^ column[table.dim_start[rows] + dim].astype(np.uint64)) * _ODD
+            found[rows] = mixed ^ (mixed >> np.uint64(29))
+    return found
+
+
+def _keys(table: ShardTable, rows: np.ndarray) -> np.ndarray:
+    width = int(table.ndim.max(initial=0))
+    boxes = [table.dims(column, rows, width, -1) for column in (table.offsets, table.lengths)]
+    return np.column_stack((table.fqn_id[rows].astype(np.int64), table.ndim[rows].astype(np.int64), *boxes))
+
+
+def _first_of_each_key(keys: np.ndarray) -> np.ndarray:
+    """Return the first of each kind of rows, ascending."""
+    keys = np.ascontiguousarray(keys)
     found = keys.view(f"V{keys.shape[1] * 8}").ravel().tolist()
     last_first = range(len(found) - 1, -1, -1)
     return np.sort(np.fromiter(dict(zip(reversed(found), last_first, strict=True)).values(), np.int64))

@@ -91,6 +91,8 @@ class Reads:
 
 
 Ints = npt.NDArray[np.int64]
+FEW_ROWS = 8
+"""Rows of a tensor up to which each is looked at."""
 MOST_PAIRS = 1 << 16
 """Pairs of a wanted box and a row that are looked at together: bounds memory to about 15 MB."""
 
@@ -139,8 +141,9 @@ def match(wanted: ShardTable, left: Ints, held: ShardTable, *, name: str) -> Mat
     decided = np.zeros(len(left), np.int8)  # 0: nothing found, 1: covered, 2: in part
     alike, parts = _match_alike(wanted, left[here], held, ids[here], width)
     decided[here[alike]] = 1
-    for block in _blocks(here[~alike], ids, held):
-        pairs = _pairs(wanted, left[block], held, ids[block], width)
+    first, last = _candidates(wanted, left, held, ids, here[~alike])
+    for block in _blocks(here[~alike], last - first):
+        pairs = _pairs(wanted, left[block], held, (first[block], last[block]), width)
         chosen, is_covered, is_met = _choose(pairs, len(block))
         decided[block[is_met]] = 2
         decided[block[is_covered]] = 1
@@ -222,10 +225,31 @@ def _check_kinds(wanted: ShardTable, rows: Ints, held: ShardTable, ids: Ints, na
         refuse_other_kind(wanted.shard(int(rows[k])), held.shard(int(first[k])), name)
 
 
-def _blocks(here: Ints, ids: Ints, held: ShardTable) -> Iterator[Ints]:
-    """Cut the wanted boxes into blocks of about MOST_PAIRS pairs."""
+def _candidates(wanted: ShardTable, left: Ints, held: ShardTable, ids: Ints, here: Ints) -> tuple[Ints, Ints]:
+    """Return, for each wanted box, the range of `rows_by_tensor` outside of which no row meets it; for those not `here` nothing.
+
+    Of a tensor that thousands of ranks hold a part of, cut along the first dimension, that is a row or two.
+    """
     _, starts = held.rows_by_tensor
-    ends = np.cumsum(starts[ids[here] + 1] - starts[ids[here]])
+    first, last = np.zeros((2, len(ids)), np.int64)
+    first[here], last[here] = starts[ids[here]], starts[ids[here] + 1]
+    many = here[last[here] - first[here] > FEW_ROWS]
+    if not len(many):
+        return first, last
+    begins, follow = held.ascending
+    many = many[follow[ids[many]] & (wanted.ndim[left[many]] > 0)]
+    at = wanted.dim_start[left[many]]
+    low, high = wanted.offsets[at], wanted.offsets[at] + wanted.lengths[at]
+    for place, start, stop in zip(many.tolist(), low.tolist(), high.tolist(), strict=True):
+        rows = begins[first[place] : last[place]]
+        last[place] = first[place] + np.searchsorted(rows, stop, side="left")
+        first[place] += max(0, int(np.searchsorted(rows, start, side="right")) - 1)
+    return first, np.maximum(first, last)
+
+
+def _blocks(here: Ints, counts: Ints) -> Iterator[Ints]:
+    """Cut the wanted boxes into blocks of about MOST_PAIRS pairs."""
+    ends = np.cumsum(counts[here])
     first = 0
     while first < len(here):
         done = int(ends[first - 1]) if first else 0
@@ -234,12 +258,12 @@ def _blocks(here: Ints, ids: Ints, held: ShardTable) -> Iterator[Ints]:
         first = last
 
 
-def _pairs(wanted: ShardTable, rows: Ints, held: ShardTable, ids: Ints, width: int) -> _Pairs:
-    """Return the pairs that share an element, by wanted box, then by row."""
-    order, starts = held.rows_by_tensor
-    counts = starts[ids + 1] - starts[ids]
+def _pairs(wanted: ShardTable, rows: Ints, held: ShardTable, near: tuple[Ints, Ints], width: int) -> _Pairs:
+    """Return the pairs that share an element, by wanted box, then by row: each box with its own range of rows."""
+    order, _ = held.rows_by_tensor
+    first, counts = near[0], near[1] - near[0]
     which = np.repeat(np.arange(len(rows)), counts)
-    other = order[ranges(starts[ids], counts)]
+    other = order[ranges(first, counts)]
     offsets, lengths = wanted.dims(wanted.offsets, rows, width, 0), wanted.dims(wanted.lengths, rows, width, 1)
     start, stop = offsets[which], (offsets + lengths)[which]
     held_start = held.dims(held.offsets, other, width, 0)

@@ -21,7 +21,7 @@ from flashckpt.checkpoint.ranged_reads import with_values
 from flashckpt.checkpoint.retention import leased
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.manifest_header import HEADER
-from flashckpt.core.shard_table import columns_of, table_from_columns
+from flashckpt.core.shard_table import columns_of, raw_bytes, table_from_columns
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.core.values import pack_values, ranged_from, unpack_values
 from flashckpt.errors import FlashckptError, NoCheckpointError
@@ -250,15 +250,16 @@ _ALIGNED = 64
 
 def share(manifest: Manifest) -> int:
     """Return the descriptor of a file in memory that holds a MANIFEST; the file goes with the last one that has it open."""
-    digests = np.ascontiguousarray(manifest.digests, "<u8").tobytes()
+    digests = raw_bytes(np.ascontiguousarray(manifest.digests, "<u8"))
     groups = {
         "table": columns_of(manifest.table),
+        "derived": {name: raw_bytes(np.ascontiguousarray(one)) for name, one in manifest.table.derived.items()},
         "ranged": manifest.ranged.packed(),
         "rest": {"digests": digests, **_fields(manifest)},
     }
     arrays = [(group, name, value) for group, entries in groups.items() for name, value in entries.items()]
-    large = [(group, name, value) for group, name, value in arrays if type(value) is bytes]
-    small = [[group, name, value] for group, name, value in arrays if type(value) is not bytes]
+    large = [(group, name, value) for group, name, value in arrays if isinstance(value, (bytes, memoryview))]
+    small = [[group, name, value] for group, name, value in arrays if not isinstance(value, (bytes, memoryview))]
     places = list(_places([len(value) for _, _, value in large]))
     head = frame(msgpack.packb([small, [[g, n, at, len(v)] for (g, n, v), at in zip(large, places, strict=True)]]))
     start = -(-len(head) // _ALIGNED) * _ALIGNED
@@ -292,18 +293,21 @@ def attach(path: str) -> Manifest:
     head, behind = split(mapped)
     small, large = msgpack.unpackb(head)
     start = -(-(len(mapped) - len(behind)) // _ALIGNED) * _ALIGNED
-    groups: dict[str, dict[str, Any]] = {"table": {}, "ranged": {}, "rest": {}}
+    groups: dict[str, dict[str, Any]] = {"table": {}, "derived": {}, "ranged": {}, "rest": {}}
     for group, name, value in small:
         groups[group][name] = value
     for group, name, at, nbytes in large:
         groups[group][name] = mapped[start + at : start + at + nbytes]
     rest = groups["rest"]
     values = unpack_values(rest.pop("values"))
+    table = table_from_columns(groups["table"])
+    kinds = {"follow": np.bool_}
+    table.adopt({name: np.frombuffer(one, kinds.get(name, np.int64)) for name, one in groups["derived"].items()})
     return Manifest(
         **rest
         | {
             "parent": rest["parent"] and SnapshotId(*rest["parent"]),
-            "table": table_from_columns(groups["table"]),
+            "table": table,
             "digests": np.frombuffer(rest["digests"], np.uint64),
             "values": values,
             "ranged": ranged_from(groups["ranged"], objects=len(rest["objects"]), others=values),

@@ -131,7 +131,7 @@ class PosixStore:
             start = self.root / prefix.rpartition("/")[0]
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 self._ask_again(start.parent if start != self.root else start)
-            found = [info for info in self._walk(start) if info.key.startswith(prefix)]
+            found = list(self._walk(start, prefix))
         return sorted(found, key=lambda info: info.key)
 
     def folders(self, prefix: str = "") -> Names:
@@ -260,15 +260,17 @@ class PosixStore:
                 source.unlink(missing_ok=True)
                 target.unlink(missing_ok=True)
 
-    def _walk(self, start: Path) -> Iterator[ObjectInfo]:
+    def _walk(self, start: Path, prefix: str) -> Iterator[ObjectInfo]:
         for folder, _, names in os.walk(start, onerror=_unless_missing):
+            inside = Path(folder).relative_to(self.root).as_posix()
             for name in names:
-                path = Path(folder) / name
-                if name.endswith(TEMPORARY) or name.startswith(_DELETED_OPEN):
+                key = name if inside == "." else f"{inside}/{name}"
+                # before it is looked at: a commit of many ranks lists one folder once for each thousand of them
+                if not key.startswith(prefix) or name.endswith(TEMPORARY) or name.startswith(_DELETED_OPEN):
                     continue
+                path = Path(folder) / name
                 with contextlib.suppress(FileNotFoundError):  # deleted while we walk
                     status = path.stat() if path.exists() else path.lstat()  # a link to nothing holds its name too
-                    key = path.relative_to(self.root).as_posix()
                     yield ObjectInfo(key=key, nbytes=status.st_size, mtime=status.st_mtime)
 
     @contextlib.contextmanager

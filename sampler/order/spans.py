@@ -7,6 +7,7 @@ it belongs to, and those over the runs.
 
 from __future__ import annotations
 
+import base64
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from functools import cached_property
@@ -70,6 +71,24 @@ class SkippedSpans:
         self._runs = _cut(_merged(sorted(span for span in spans if span[0] < span[1])))
         self._starts = [run.starts[0] for run in self._runs]
         self._known: _Sums | None = None
+        self._packed: str | None = None
+
+    def __len__(self) -> int:
+        return sum(len(run.starts) for run in self._runs)
+
+    @property
+    def packed(self) -> str:
+        """All of them as text, remade only after a change: a snapshot records them while training waits for it."""
+        if self._packed is None:
+            self._packed = base64.b64encode(np.array(self.spans, "<i8").tobytes()).decode()
+        return self._packed
+
+    @classmethod
+    def unpacked(cls, text: str) -> SkippedSpans:
+        """Return those that `packed` gave; ValueError where it is none of its texts."""
+        numbers = np.frombuffer(base64.b64decode(text, validate=True), "<i8")
+        starts, stops = numbers.reshape(-1, 2).T.tolist()
+        return cls(spans=zip(starts, stops, strict=True))
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -89,7 +108,7 @@ class SkippedSpans:
                 expected="0 <= first < last, counted in samples of the global stream",
                 state="Nothing is skipped.",
             )
-        self._known = None
+        self._known = self._packed = None
         low = max(0, bisect_right(self._starts, first) - 1)
         high = max(low, bisect_right(self._starts, last) - 1)  # the run of the last span that it can touch
         if high > low:

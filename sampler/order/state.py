@@ -10,8 +10,10 @@ from numbers import Integral
 from typing import Any, overload
 
 from flashckpt.errors import ConfigError, SamplerStateError
+from flashckpt.sampler.order.spans import SkippedSpans
 
-STATE_VERSION = 1
+STATE_VERSION, PACKED_VERSION = 1, 2
+"""A state with the spans as one text has the second version: a program that knows the first alone would not skip them."""
 Segment = tuple[Any, ...]
 _INTEGERS = ("version", "seed", "epoch", "offset", "length", "fingerprint")
 
@@ -27,7 +29,8 @@ class SamplerState:
         length: Samples of one epoch.
         fingerprint: Identifies the data; 0 if the data set gives none.
         order: Kind and version of the order, e.g. "global:feistel8.1".
-        segments: Changes along the stream: ("skip", first, last), ("batch", position, samples),
+        segments: Changes along the stream: ("skip", first, last), or ("skips", text) for many of them
+            (`SkippedSpans.packed`); ("batch", position, samples),
             ("weights", position, weight, weight, ...), ("ended", epoch) after the last step of an epoch.
     """
 
@@ -53,6 +56,13 @@ class SamplerState:
             "segments": [list(segment) for segment in self.segments],
         }
 
+    def skips(self) -> SkippedSpans:
+        """Return the spans that it skips."""
+        for kind, *parts in self.segments:
+            if kind == "skips":
+                return SkippedSpans.unpacked(parts[0])
+        return SkippedSpans(spans=((parts[0], parts[1]) for kind, *parts in self.segments if kind == "skip"))
+
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> SamplerState:
         """Return the state that `to_dict` gave.
@@ -64,8 +74,9 @@ class SamplerState:
         if not isinstance(state, Mapping) or set(state) != set(wanted):
             keys = str(sorted(map(str, state))) if isinstance(state, Mapping) else type(state).__name__
             raise _unreadable("this is not the state of an elastic sampler", keys, ", ".join(wanted))
-        if state["version"] != STATE_VERSION:
-            raise _unreadable("the sampler state has another version", str(state["version"]), str(STATE_VERSION))
+        if state["version"] not in (STATE_VERSION, PACKED_VERSION):
+            expected = f"{STATE_VERSION} or {PACKED_VERSION}"
+            raise _unreadable("the sampler state has another version", str(state["version"]), expected)
         for name in _INTEGERS:
             if isinstance(state[name], bool) or not isinstance(state[name], int):
                 raise _unreadable(f"{name} of the sampler state is not an integer", repr(state[name]), "an integer")
@@ -76,6 +87,9 @@ class SamplerState:
             found = f"order {state['order']!r:.40}, segments {state['segments']!r:.40}"
             raise _unreadable("the sampler state has no order or no segments", found, "text and a list")
         segments = tuple(_segment(segment) for segment in state["segments"])
+        if (state["version"] == PACKED_VERSION) != any(kind == "skips" for kind, *_ in segments):
+            found = f"version {state['version']}"
+            raise _unreadable("the sampler state has another version than its segments", found, "skips in version 2")
         return cls(**{name: state[name] for name in _INTEGERS}, order=state["order"], segments=segments)
 
 
@@ -105,10 +119,19 @@ def _segment(segment: Any) -> Segment:
     parts = list(segment) if isinstance(segment, (list, tuple)) else []
     lengths = {"skip": 3, "batch": 3, "weights": len(parts), "ended": 2}
     kind, *numbers = parts or [None]
+    if kind == "skips" and len(numbers) == 1 and _is_packed(numbers[0]):
+        return ("skips", numbers[0])
     is_known = type(kind) is str and len(parts) == lengths.get(kind)
     if not is_known or not numbers or any(type(number) is not int for number in numbers):
         raise _unreadable("a segment of the sampler state is not known", f"{segment!r:.80}", ", ".join(lengths))
     return (str(kind), *numbers)
+
+
+def _is_packed(text: Any) -> bool:
+    try:
+        return type(text) is str and len(SkippedSpans.unpacked(text)) > 0
+    except ValueError:
+        return False
 
 
 def _unreadable(problem: str, found: str, expected: str) -> SamplerStateError:

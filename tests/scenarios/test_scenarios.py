@@ -65,6 +65,8 @@ def test_a_transcript_with_one_action_more_or_less_is_wrong(path: Path) -> None:
         (messaging, "PATIENCE_S", 0.05, "ranks-carry-messages"),
         (messaging, "CARRIED_LOOK_S", 600.0, "asked-where-the-ranks-hang"),
         (persist, "lease_of", lambda *_: None, "all-nodes-agree"),
+        (persist.Persist, "_continue", lambda self, _: self._commit(), "commit-longer-than-its-lease"),
+        (persist.Persist, "_continue", lambda self, _: self._commit(), "committer-hangs-while-it-commits"),
     ],
 )
 def test_a_machine_that_decides_otherwise_does_not_follow_its_transcript(
@@ -134,7 +136,7 @@ def test_an_answer_that_nobody_waits_for_changes_nothing() -> None:
 
 OPERATIONS = (
     *["advance"] * 9, *["round"] * 6, *["finish"] * 5, *["step"] * 2, *["start"] * 3, *["back"] * 2,
-    "die", "cut", "fail", "bury", "forget", "urgent", "pause", "lose", "commit-fails", "wait", "restore", "all-start",
+    "die", "cut", "fail", "bury", "forget", "urgent", "pause", "lose", "commit-fails", "commit-lasts", "wait", "restore", "all-start",
     *["all-carry"] * 2, "carry", "silent",
 )  # fmt: skip
 
@@ -196,6 +198,8 @@ class Job:
                 node.lose_memory()
             case "commit-fails":
                 node.fails = list(Cause)[1 + amount % (len(Cause) - 1)]
+            case "commit-lasts":
+                node.lasts = not node.lasts
             case "wait":
                 self.now_s += (1.0, 11.0, 700.0)[amount % 3]
             case "restore":
@@ -244,7 +248,7 @@ class Job:
     def settle(self) -> None:
         """Faults end: all persisters live and reach the root. Ranks that carry nothing may do so for ever."""
         for node in self.nodes:
-            node.reachable, node.fails = True, None
+            node.reachable, node.fails, node.lasts = True, None, False
             if node.machine is None:
                 node.start()
 

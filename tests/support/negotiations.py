@@ -100,6 +100,7 @@ class Node:
         carries: Whether its ranks carry messages, at once; one that was carried before stays where it is.
         sent: What its ranks are to carry.
         fails: What the next commit of this node fails with.
+        lasts: Whether a commit of this node works in the background, and has not ended.
     """
 
     root: Root
@@ -118,6 +119,8 @@ class Node:
     carries: bool = False
     sent: NodeMessage | None = None
     fails: Cause | None = None
+    lasts: bool = False
+    runs: SnapshotId | None = None
     effects: list[str] = field(default_factory=list)
     _headers: dict[int, list[SlotHeader]] = field(default_factory=dict)
     _sequence: int = 0
@@ -164,7 +167,7 @@ class Node:
 
     def die(self) -> None:
         """It is killed: its leases end, what it was writing is never finished."""
-        self.machine, self.writing, self.result = None, None, None
+        self.machine, self.writing, self.result, self.runs = None, None, None, None
         self.pending.clear()
         self.pinned.clear()
 
@@ -239,8 +242,12 @@ class Node:
                 self.pinned.discard(identity)
                 self._did(f"unpin {_id(identity)}")
                 return None
+            case p.StopCommit():
+                self.runs = None
+                self._did("stop commit")
+                return None
             case p.EndWrite(identity, outcome):
-                self.writing = self.result = None
+                self.writing = self.result = self.runs = None
                 self.pinned.discard(identity)
                 self._did(f"end {_id(identity)} {outcome.value}")
                 assert outcome is not Outcome.COMMITTED or identity in self.root.committed | self.root.tombstones
@@ -336,6 +343,12 @@ class Node:
 
     def _commit(self, intent: Intent) -> Event:
         there = intent.identity in self.root.committed
+        if self.lasts and not there:
+            if self.runs is None:
+                self._did(f"commit {_id(intent.identity)} (runs)")
+            self.runs = intent.identity
+            return p.CommitRuns()
+        self.runs = None
         failure, self.fails = self.fails, None
         answer = p.CommitFailed(failure, failure.name.lower()) if failure is not None else self.root.commit(intent)
         note = {p.TombstoneFound: " (tombstone)", p.CommitFailed: " (fails)"}.get(

@@ -128,6 +128,8 @@ class Stage:
                 _turn(node, node.hear)
             case ["commit", "fails", cause]:
                 node.fails = Cause[cause.upper()]
+            case ["commit", "lasts"] | ["commit", "ends"]:
+                node.lasts = words[1] == "lasts"
             case ["is", "cut", "off"] | ["is", "back"]:
                 node.reachable = words[1] == "back"
             case ["carries"] | ["carries", "nothing"]:

@@ -25,16 +25,16 @@ LONG_COMMIT_WRITERS = 1000
 """Ranks from which on nodes that wait for a commit look less often, in proportion."""
 CARRIED_LOOK_S = 64.0
 """Seconds between two looks while nothing is to be persisted, and the ranks run."""
-COMMIT_CPU_S = 0.07e-3
-"""Seconds of Python per rank in a commit (benchmarks/results/scale.json)."""
+COMMIT_CPU_S, ROW_CPU_S = 0.03e-3, 1.9e-6
+"""Seconds of a processor in a commit, per rank and per tensor of a rank (benchmarks/results/2026-11-26/scale-rows.json)."""
 RANGED_FROM = 64
 """Ranks from which on the state of their generators is beside MANIFEST, an object per node."""
 RANK_BYTES, RANGED_BYTES, ROW_BYTES = 10_200, 150, 100
 """Bytes of MANIFEST per rank, with its generators and without, and per tensor of a rank."""
-FENCE = 3
-"""Requests that find out whether a newer generation has claimed the root: list, conditional put, get."""
-JOIN = 2 + FENCE + 1
-"""Requests of a node that joins: which intents there are, what the one says, no newer generation, whose indexes are there."""
+FENCE = 1
+"""Requests that find out whether a newer generation has claimed the root: a listing, once the own claim was read back."""
+JOIN = 2 + 1
+"""Requests of a node that joins: which intents there are, what the one says, whose indexes are there."""
 OUTCOME = 2
 """Requests of a node that asks whether a checkpoint is committed or abandoned."""
 LEASE = 1
@@ -108,7 +108,7 @@ def coordination(
     agree_s = CARRIED_S + request_s * (FENCE + 1 + JOIN)
     turns = math.ceil(pages / min(parts, IN_FLIGHT)) + 3 + math.ceil(nodes / IN_FLIGHT)
     commit_s = max(request_s * turns, commit / requests_per_s)
-    commit_s += COMMIT_CPU_S * ranks
+    commit_s += ranks * (COMMIT_CPU_S + ROW_CPU_S * rows)
     retention = 2 * pages + 17
     total = decided + objects + _waiting(nodes, ranks, pages, commit_s) + commit + retention
     return Coordination(

@@ -9,9 +9,10 @@ import msgpack
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flashckpt.core import shard_table
 from flashckpt.core.shard import ALIGN_LARGE, ALIGN_SMALL, SMALL_BYTES, Box, Shard, layout_hash, place
 from flashckpt.core.shard_table import ShardTable, columns_of, table_from_columns
 from flashckpt.errors import UnsupportedStateError
@@ -122,3 +123,47 @@ def test_names_of_a_table_are_each_there_once_in_any_order() -> None:
     for names in (("a", "a", "b"), ("b", "a", "b")):
         with pytest.raises(ValueError, match="fqns is not a list of names, each once"):
             read(*names)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), collide=st.booleans())
+def test_the_first_row_of_each_box_is_kept_whatever_the_hashes(data: Any, collide: bool) -> None:
+    boxes = st.tuples(
+        st.sampled_from(["a", "b"]), st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=2)
+    )
+    rows = data.draw(st.lists(boxes, max_size=12))
+    shards = [
+        Shard(fqn=f"{fqn}{len(box)}", dtype="uint8", global_shape=(4,) * len(box), offsets=tuple(at for at, _ in box),
+              lengths=tuple(length for _, length in box))
+        for fqn, box in rows
+    ]  # fmt: skip
+    tables = [ShardTable.from_shards(part, [0] * len(part)) for part in (shards[::2], shards[1::2])]
+    digests = [np.arange(table.chunks, dtype=np.uint64) + 100 * k for k, table in enumerate(tables)]
+    with pytest.MonkeyPatch.context() as patch:
+        if collide:
+            patch.setattr(shard_table, "_hashes", lambda table: np.zeros(len(table), np.uint64))
+        merged, found = ShardTable.concatenate([(t, d, 1) for t, d in zip(tables, digests, strict=True)])
+    expected: dict[Any, Any] = {}
+    for number, (table, own) in enumerate(zip(tables, digests, strict=True)):
+        for row in range(len(table)):
+            one = table.shard(row)
+            first = int(table.first_chunk[row])
+            chunks = own[first : first + bool(one.nbytes)].tolist()
+            expected.setdefault((one.fqn, one.offsets, one.lengths), (number, chunks))
+    kept = [
+        ((one.fqn, one.offsets, one.lengths), int(merged.object_id[row]))
+        for row, one in ((row, merged.shard(row)) for row in range(len(merged)))
+    ]
+    assert kept == [(key, number) for key, (number, _) in expected.items()]
+    assert found.tolist() == [digest for _, chunks in expected.values() for digest in chunks]
+
+
+def test_what_another_process_maps_is_what_a_table_computes_itself() -> None:
+    shards = [shard(f"t{at % 3}", 2, 3, offsets=(2 * (at // 3), 0)) for at in range(12)] + [shard("scalar")]
+    table = ShardTable.from_shards(shards, np.arange(13))
+    other = table_from_columns(columns_of(table))
+    other.adopt({name: one.copy() for name, one in table.derived.items()})
+    assert all(
+        np.array_equal(one, table_from_columns(columns_of(table)).derived[name]) for name, one in other.derived.items()
+    )
+    assert other.derived["follow"].tolist() == [True, True, True, False]

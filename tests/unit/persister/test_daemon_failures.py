@@ -182,11 +182,11 @@ def test_pack_lost_between_index_and_commit_is_written_again(job: FakeJob, monke
 
     lost: list[Path] = []
 
-    def commit(store: Any, prefix: str, writers: Any) -> bool:
+    def commit(store: Any, prefix: str, writers: Any, **more: Any) -> bool:
         if not lost:
             lost.append(next(Path(job.root).glob(f"{prefix}/*.fck")))
             lost[0].unlink()
-        return real(store, prefix, writers)
+        return real(store, prefix, writers, **more)
 
     monkeypatch.setattr(coordinator, "commit", commit)
     job.step(10, persist=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +17,13 @@ from support.daemons import assert_bitwise, daemon_of, forked, identities
 from support.memory_tier import FakeJob
 from support.ranks import wait_for
 
+from flashckpt.checkpoint import writer
 from flashckpt.checkpoint.intents import Proposals
+from flashckpt.checkpoint.root_records import MANIFEST
 from flashckpt.checkpoint.writer import write_packs
 from flashckpt.core.intent import NodeProposal
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.daemon.persister import flush, messaging, negotiation, persist
+from flashckpt.daemon.persister import coordinator, flush, messaging, negotiation, persist
 from flashckpt.daemon.persister.agreement import Search, choose_proposal, next_candidate, of_other_nodes
 from flashckpt.daemon.persister.housekeeping import Housekeeper
 from flashckpt.daemon.persister.retire import superseded
@@ -68,6 +72,49 @@ def turn_all(daemons: list[Daemon], condition: Callable[[], object], what: str) 
         return condition()
 
     wait_for(once, what=what)
+
+
+def test_a_commit_longer_than_its_lease_keeps_it_and_no_other_node_begins_one(
+    nodes: list[FakeJob], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock of all persisters moves by 1.5 s with each round; the commit ends when the test says so."""
+    clock = SimpleNamespace(now=1000.0, time=time.time)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(persist, "LEASE_S", 5.0)
+    monkeypatch.setattr(coordinator, "time", clock)
+    monkeypatch.setattr(flush, "time", clock)
+    monkeypatch.setattr(flush, "QUICK_S", 0.0)
+    may_end, begun = threading.Event(), []
+
+    def commit(store: Store, prefix: str, writers: Any, **more: Any) -> bool:
+        if store.head(f"{prefix}/{MANIFEST}") is None:
+            begun.append(prefix)
+            assert may_end.wait(60)
+        return writer.commit(store, prefix, writers, **more)
+
+    monkeypatch.setattr(coordinator, "commit", commit)
+    with daemons_of(nodes) as daemons, contextlib.ExitStack() as stack:
+        stack.callback(may_end.set)  # also where the test fails: the daemons wait for their commits
+        for job in nodes:
+            job.step(10, persist=True)
+
+        def rounds(condition: Callable[[], object]) -> Callable[[], object]:
+            def once() -> object:
+                clock.now += 1.5
+                return condition()
+
+            return once
+
+        turn_all(daemons, rounds(lambda: begun), "the commit to begin")
+        ends_s = clock.now + 4 * persist.LEASE_S
+        turn_all(daemons, rounds(lambda: clock.now > ends_s), "four times the lease to pass")
+        assert identities(nodes[0]) == []
+        leases = list(Path(nodes[0].root).glob("*/committer.*"))
+        assert (len(begun), len(leases)) == (1, 1), "one commits, and nobody has taken the lease over"
+        assert [daemon.error for daemon in daemons] == ["", "", ""], "the turns of all nodes continue meanwhile"
+        may_end.set()
+        turn_all(daemons, rounds(lambda: (1, 10) in identities(nodes[0])), "the commit")
+    assert_bitwise(nodes, (1, 10))
 
 
 def test_all_nodes_persist_the_same_step_and_it_is_whole(nodes: list[FakeJob]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +20,8 @@ from flashckpt.checkpoint.root_records import prefix_of
 from flashckpt.checkpoint.writer import commit, write_packs
 from flashckpt.core.intent import NodeProposal
 from flashckpt.daemon.persister import messaging
+from flashckpt.daemon.persister import protocol as p
+from flashckpt.errors import FencedError
 from flashckpt.plan import coordination as model
 from flashckpt.plan.coordination import AtSize, Coordination, coordination, walls
 from flashckpt.shm import ack_relay
@@ -170,6 +173,28 @@ def test_requests_of_a_persist_are_those_of_all_persisters(
     for second in range(int(messaging.CARRIED_LOOK_S)):
         turn(jobs, 1080.0 + second)
     assert jobs[0].counted.total - before == made.idle_requests_per_s * messaging.CARRIED_LOOK_S
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 16])
+def test_the_claim_is_read_back_once_per_generation_and_a_persist_asks_for_newer_ones_alone(nodes: int) -> None:
+    """Before, each check was a listing, a conditional write and a read: 3 requests, 1 + 2 times per node and persist."""
+    jobs = job(nodes, 1, carries=True)
+    first, later = (persist_step(jobs, step, 1000.0 + step)["CheckFence"] for step in (10, 20))
+    assert later == 1 + nodes, "one listing where it is decided, and one of each node before the commit"
+    assert first > later, "the claim itself"
+    old, new = jobs[0].executor, jobs[-1].executor
+    assert old is not None
+    assert new is not None
+    root = cast("Store", jobs[0].counted)
+    own = new._record
+    new._record = replace(own, token="of another run")
+    with pytest.raises(FencedError, match="belongs to another run"):  # the number alone says nothing
+        new._write(p.CheckFence(), root)
+    new._record = replace(own, number=2)
+    new._write(p.CheckFence(), root)
+    old._record = own
+    with pytest.raises(FencedError, match="generation 2 was claimed"):
+        old._write(p.CheckFence(), root)
 
 
 def test_where_no_ranks_carry_it_nodes_agree_by_objects_on_the_root_and_ask_more() -> None:

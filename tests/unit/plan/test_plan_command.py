@@ -170,7 +170,8 @@ def test_agreement_and_commit_are_part_of_a_persist_and_slower_requests_make_it_
         assert [row["coordination_s"] for row in made["sizes"] if row["gpus"] == 16384] == [
             made["coordination"]["seconds"]
         ]
-    assert far["coordination"]["seconds"] > 2 * near["coordination"]["seconds"]
+    slower_s = far["coordination"]["seconds"] - near["coordination"]["seconds"]
+    assert slower_s > 20 * (0.1 - 0.005), "each of the requests that follow one another takes longer"
     given = document(*BASE, "--persist", "30s")
     assert given["costs"]["persist_s"] == 30, "what was measured has it in it"
 

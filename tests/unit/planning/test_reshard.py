@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import sys
 from math import prod
+from typing import Any
 
 import numpy as np
 import pytest
@@ -278,3 +279,50 @@ def test_simulated_70_layer_model_plans_at_64_ranks() -> None:
             plan = plan_reads(shards, [table])
             plan.require_complete()
             assert plan.nbytes.sum() == plan.needed_bytes == sum(shard.nbytes for shard in shards)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_a_look_at_the_rows_near_a_box_alone_gives_the_plan_of_a_look_at_all(data: st.DataObject) -> None:
+    """Rows that follow each other, overlap, are empty, lie in another order, or are cut along another dimension."""
+    sizes, flips = st.lists(st.integers(1, 12), max_size=2), st.booleans()
+    tensors = {f"t{k}": tuple(data.draw(sizes)) for k in range(3)}
+    held, wanted = [], []
+    for fqn, shape in tensors.items():
+        boxes = data.draw(partitions(whole(shape)))
+        is_cut = data.draw(flips)
+        if shape and is_cut:  # along the first dimension, as FSDP cuts it
+            step = data.draw(st.integers(1, 4))
+            starts = range(0, shape[0], step)
+            boxes = [Box((at, *[0] * (len(shape) - 1)), (min(step, shape[0] - at), *shape[1:])) for at in starts]
+        if data.draw(flips):
+            boxes = data.draw(st.permutations(boxes))
+        boxes += data.draw(st.lists(st.sampled_from(boxes), max_size=2))
+        held += [shard_of(box, shape, fqn=fqn) for box in boxes]
+        wanted += [shard_of(box, shape, fqn=fqn) for box in data.draw(partitions(whole(shape)))]
+    table = table_of(held)
+    plans = []
+    for few in (0, 1 << 30):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(box_match, "FEW_ROWS", few)
+            plans.append(plan_reads(wanted, [table]))
+    near, every = plans
+    assert near.reads == every.reads
+    assert near.gaps == every.gaps
+
+
+def test_a_tensor_cut_into_many_rows_is_planned_from_few_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = (4096, 2)
+    table = table_of([shard_of(Box((at, 0), (1, 2)), shape) for at in range(4096)])
+    looked: list[int] = []
+    real = box_match._pairs
+
+    def pairs(wanted: ShardTable, rows: Any, held: ShardTable, near: Any, width: int) -> Any:
+        looked.append(int((near[1] - near[0]).sum()))
+        return real(wanted, rows, held, near, width)
+
+    monkeypatch.setattr(box_match, "_pairs", pairs)
+    plan = plan_reads([shard_of(Box((700, 0), (3, 2)), shape)], [table])
+    plan.require_complete()
+    assert [read.row for read in plan.reads] == [700, 701, 702]
+    assert looked == [3]

@@ -26,6 +26,7 @@ from flashckpt.sampler import (
     Order,
     Permutation,
 )
+from flashckpt.sampler.order.spans import SkippedSpans
 
 # -- the property
 
@@ -209,6 +210,10 @@ def test_another_data_set_seed_or_order_is_refused_and_both_sides_are_named(othe
         lambda s: s.update(epoch=1.0),
         lambda s: s.update(segments=[["what", 1]]),
         lambda s: s.update(segments=[["skip", 1]]),
+        lambda s: s.update(segments=[["skips", SkippedSpans(spans=[(1, 5)]).packed]]),
+        lambda s: s.update(version=2, segments=[["skips", "AAAA"]]),
+        lambda s: s.update(version=2, segments=[["skips", "no base 64"]]),
+        lambda s: s.update(version=2, segments=[["skips", ""]]),
         lambda s: s.update(yielded=5),
     ],
 )

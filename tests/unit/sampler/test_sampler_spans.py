@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from functools import partial
@@ -15,6 +16,7 @@ from support.plain_order import PlainSpans
 
 from flashckpt.errors import ConfigError
 from flashckpt.sampler import ElasticSampler
+from flashckpt.sampler.order import cursor
 from flashckpt.sampler.order import spans as spans_module
 from flashckpt.sampler.order.spans import SkippedSpans
 
@@ -134,6 +136,38 @@ def test_work_per_step_and_per_added_span_does_not_grow_with_the_spans(past: boo
         ]
         work.append(done)
     assert all(large <= small + 20 for small, large in zip(*work, strict=True)), work
+
+
+@settings(max_examples=50, deadline=None)
+@given(cuts=st.sets(st.integers(0, 10**12), min_size=4, max_size=40))
+def test_many_spans_are_recorded_as_text_which_is_made_once_and_gives_the_same_spans(cuts: set[int]) -> None:
+    ends = sorted(cuts)[: len(cuts) // 2 * 2]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cursor, "PACKED_FROM", 2)
+        sampler = ElasticSampler(10**13, global_batch_size=64)
+        for first, last in zip(ends[::2], ends[1::2], strict=True):
+            sampler.skip(first, last)
+        recorded, spans = sampler.state_dict(), sampler.cursor.skips.spans
+        with pytest.MonkeyPatch.context() as once:
+            once.setattr(SkippedSpans, "spans", None)
+            assert sampler.state_dict() == recorded, "it is not made again"
+        assert recorded["version"] == 2
+        again = ElasticSampler(10**13, global_batch_size=64)
+        again.load_state_dict(json.loads(json.dumps(recorded)))
+        assert again.cursor.skips.spans == spans
+        assert again.state_dict() == recorded
+        again.skip(2 * 10**12, 2 * 10**12 + 1)
+        assert again.state_dict()["segments"] != recorded["segments"], "it is made again after a change"
+
+
+def test_few_spans_are_recorded_as_before() -> None:
+    sampler = ElasticSampler(10**9, global_batch_size=64)
+    for at in range(cursor.PACKED_FROM - 1):
+        sampler.skip(100 * at, 100 * at + 10)
+    assert sampler.state_dict()["version"] == 1
+    assert sampler.state_dict()["segments"][:2] == [["skip", 0, 10], ["skip", 100, 110]]
+    sampler.skip(10**6, 10**6 + 1)
+    assert [kind for kind, _ in sampler.state_dict()["segments"]] == ["skips"]
 
 
 def test_an_epoch_that_is_skipped_whole_is_passed_in_one_step() -> None:

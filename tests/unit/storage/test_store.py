@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -132,6 +133,23 @@ class TestConformance:
     def test_generator_that_cannot_start_again_is_refused(self, store: Store) -> None:
         with pytest.raises(ValueError, match="iterated again"):
             store.put_object("x", (memoryview(b"1") for _ in range(2)))
+
+    def test_a_listing_looks_at_no_file_of_another_prefix(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The packs of 16,384 ranks are listed a thousand at a time: looked at each time, they took 16 s of a commit."""
+        store, real = open_store(str(tmp_path / "posix")), Path.stat
+        seen: list[str] = []
+        for key in ("s/r01000.idx", "s/r02000.idx", "t/r01000.idx", "r01"):
+            store.put(key, b"x")
+
+        def stat(path: Path, **more: Any) -> os.stat_result:
+            seen.append(path.name)
+            return real(path, **more)
+
+        monkeypatch.setattr(Path, "stat", stat)
+        assert [info.key for info in store.list("s/r01")] == ["s/r01000.idx"]
+        assert "r02000.idx" not in seen
 
     def test_listing_is_by_prefix_and_sorted(self, store: Store) -> None:
         for key in ("s-1/MANIFEST", "s-1/r0.idx", "s-10/r0.idx", "LATEST", "s-1/deep/er"):
