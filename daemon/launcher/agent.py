@@ -290,13 +290,7 @@ class DlrunAgent(LocalElasticAgent):
         self._checked = True
         address = self._worker_group.spec.local_addr or socket.getfqdn()
         check = Check(others.store, node=others.rank, count=others.size, address=address)
-        bad = check.run()
-        if others.rank == min(set(range(others.size)) - set(bad), default=0):
-            for node, why in bad.items():
-                host = findings.host_of(others.store, node)
-                name = {"id": f"{group.spec.rdzv_handler.get_run_id()}-check-{host}", "job": self._options.job}
-                self._incidents.tell("node unhealthy", node=node, host=host, reason=f"node check: {why}", **name)
-        if node_check.must_meet_again(bad, others, min_nodes=self._options.min_nodes):
+        if node_check.must_meet_again(check.run(), others, min_nodes=self._options.min_nodes):
             self._rendezvous(group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
