@@ -11,7 +11,7 @@ export OPENBLAS_NUM_THREADS ?= 1
 # The tests start hundreds of interpreters: each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: fuzz soak help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-trainer test-layouts test-nodes test-mounts test-nfs test-hdfs test-restarts docs changelog hooks test-pythons test-blocks test-frameworks test-hub test-wandb compatibility test-slurm test-torch-versions test-native-sanitized test-native-arm test-device gpu gpu-wheels test-wheel test-programs size simulate mutants
+.PHONY: fuzz soak help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-trainer test-layouts test-nodes test-metrics test-mounts test-nfs test-hdfs test-restarts docs changelog hooks test-pythons test-blocks test-frameworks test-hub test-wandb compatibility test-slurm test-torch-versions test-native-sanitized test-native-arm test-device gpu gpu-wheels test-wheel test-programs size simulate mutants
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -153,6 +153,10 @@ test-device: setup  ## the path through an accelerator, on one that is emulated:
 
 test-nodes: setup  ## many nodes as network namespaces: dead nodes, cut links, stops (root)
 	$(BIN)/python -m pytest $(SHARED) tests/integration/nodes/nodes.py tests/integration/nodes/nodes_trainer.py tests/integration/nodes/nodes_restore.py tests/integration/nodes/nodes_replicas.py tests/integration/nodes/nodes_benchmarks.py tests/integration/nodes/nodes_incidents.py
+
+test-metrics: setup  ## alerts and dashboard in a real Prometheus that scrapes a job (needs root: installs it by apt)
+	. tests/integration/debian.sh && install_packages prometheus
+	$(BIN)/python -m pytest tests/unit/persister/test_job_metrics.py
 
 test-mounts: setup  ## real file systems that fill up or turn read-only under a running job (root)
 	$(BIN)/python -m pytest tests/integration/mounts/mounts.py

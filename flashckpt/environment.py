@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
@@ -210,6 +211,14 @@ class Environment:
         unit="port number",
     )
     FLASHCKPT_METRICS_HOST = _text("persister", "Address on which it serves them.", "127.0.0.1", kind="an address")
+    FLASHCKPT_HOOK: Variable[list[str]] = Variable(
+        "dlrun persister",
+        "Command or webhook that gets incidents, bad nodes and commits ([operations.md](operations.md#the-hook)).",
+        [],
+        "a command as a shell would read it, or a URL of http:// or https://",
+        shlex.split,
+        is_secret=True,
+    )
     FLASHCKPT_REPLICA_DOMAIN = _text(
         "rank", "What fails together with this node (a rack, a switch), as dlrun's `--replica-domain`.", kind="a name"
     )

@@ -333,6 +333,8 @@ class DlrunAgent(LocalElasticAgent):
         )
         self._pcontext = context  # before the start, so that a signal in between still ends the workers
         context.start()
+        if self._options.log_dir:
+            self._watch.log_folder = getattr(rest["logs_specs"], "_run_log_dir", None) or self._options.log_dir
         return context
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:  # noqa: ARG002 -- torch's signature

@@ -156,6 +156,7 @@ def run(args: argparse.Namespace, zygote: ZygoteClient | None = None) -> LaunchO
         survivors_s=timeout,
         grace_s=args.grace_timeout,
         ledger=args.ledger,
+        log_dir=args.log_dir or "",
         hang_s=args.hang_timeout,
         refill_steps=args.refill_steps,
         wait_flush=args.wait_flush or os.getpid() == 1,

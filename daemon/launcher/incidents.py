@@ -20,8 +20,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch import __version__ as torch_version
 
-from flashckpt import __version__
-from flashckpt.core.incident import Incident
+from flashckpt import __version__, entry_points
+from flashckpt.core.incident import Incident, as_values
 from flashckpt.core.records import pack
 from flashckpt.daemon.launcher import account as said
 from flashckpt.daemon.launcher import classify, findings
@@ -86,11 +86,20 @@ class Incidents:
         self._failing_s: float | None = None
         self._looked_s = 0.0
         self._is_reported = False
+        self._hook = entry_points.load(entry_points.EXTRAS, "hook")(_log) if env.FLASHCKPT_HOOK else None
         self.starts = 0
 
     def close(self) -> None:
-        """Close the kernel's log."""
+        """Close the kernel's log, and wait a moment for the hook."""
         self._kernel.close()
+        if self._hook is not None:
+            self._hook.close()
+
+    @_harmless
+    def tell(self, event: str, **fields: Any) -> None:
+        """Tell the hook, where there is one."""
+        if self._hook is not None:
+            self._hook.tell(event, **fields)
 
     # -- the account of this node ------------------------------------------------------------------------
 
@@ -242,6 +251,7 @@ class Incidents:
     def _write(self, found: Incident, *, quiet: bool) -> None:
         if not quiet:  # else the owner of the persister has logged it
             _log.error("%s", found.render())
+        self.tell("incident", incident=as_values(found))
         if self._watch.job is None:
             return
         try:

@@ -20,6 +20,7 @@ class AgentOptions:
         survivors_s: Seconds that survivors of a failure get between SIGTERM and SIGKILL; 0 kills at once.
         grace_s: Seconds an agreed stop may take before the workers are killed.
         ledger: A file that gets one JSON line per failure, besides the job directory's own.
+        log_dir: Folder of --log-dir; "" where it was not given.
         hang_s: Seconds without a step that count as a hang; 0 switches it off, None learns it from the steps.
         refill_steps: New steps between two failures that give the restart budget back; 0 never.
         wait_flush: Do not exit until the daemon has persisted the newest snapshot or grace_s has passed.
@@ -36,6 +37,7 @@ class AgentOptions:
     survivors_s: float = 0.0
     grace_s: float = 60.0
     ledger: str = ""
+    log_dir: str = ""
     hang_s: float | None = None
     refill_steps: int = REFILL_STEPS
     wait_flush: bool = False

@@ -48,6 +48,7 @@ class JobWatch:
         _sweep(self._base)
         self.agent_dir, self._lock = _make_agent_dir(self._base)
         self.job: JobDirectory | None = None
+        self.log_folder = ""  # of this launch's ranks, where the user wants their logs
         self._live: Lease | None = None
         self._control: ControlView | None = None
         self._is_cut_short = False
@@ -93,6 +94,7 @@ class JobWatch:
                 self._unseen = _unseen(path, error)
                 _log.error("%s", self._unseen)
             return None
+        job.note(self.log_folder, "log-folder")
         self.job, self._owner, self._unseen = job, PersisterOwner(job, _log), None
         return job
 

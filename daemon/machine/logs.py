@@ -6,20 +6,25 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 
 from flashckpt.errors import FlashckptError
 from flashckpt.logs import PrintableFormatter
-from flashckpt.nonfatal import log_stream
+from flashckpt.nonfatal import Nonfatal, log_stream
 from flashckpt.shm.private import open_file, private_directory
 
 _where: ContextVar[tuple[tuple[str, int], ...]] = ContextVar("flashckpt_where", default=())
 LOG_BYTES = 4 << 20
 """Size at which the log is turned over: it lies in memory beside the snapshots."""
+COPY_S = 1.0
+"""Seconds between two looks of `LogCopy`."""
+COPY_NAME = "persister.log"
 FORMAT = "%(asctime)s %(levelname)s [%(where)s] %(message)s"
 
 
@@ -79,3 +84,66 @@ def turn_over(path: Path, *, streams: Sequence[int] = (1, 2), limit: int = LOG_B
         os.close(new)
         return True
     return False  # the directory has gone, or memory is full: another turn tries again
+
+
+class LogCopy:
+    """Copies the daemon's log into another folder, from a thread that alone waits where that disk hangs.
+
+    Args:
+        path: The log; `turn_over` may take it away.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._folder, self._into = path, "", ""
+        self._source, self._end = -1, threading.Event()
+        self._thread: threading.Thread | None = None
+        self._writing = Nonfatal(COPY_NAME)
+
+    def follow(self, folder: str) -> None:
+        """Copy the whole log, and what comes, into a folder that exists; "": nowhere."""
+        self._folder = folder
+        if folder and self._thread is None:
+            thread = threading.Thread(target=self._work, name="flashckpt-log", daemon=True)
+            with contextlib.suppress(RuntimeError):  # a limit on threads: the next turn tries again
+                thread.start()
+                self._thread = thread
+
+    def close(self, limit_s: float = 2.0) -> None:
+        """Copy the rest; a disk that hangs does not get it."""
+        self._end.set()
+        if self._thread is not None:
+            self._thread.join(limit_s)
+
+    def _work(self) -> None:
+        is_over = False
+        while not is_over:
+            is_over = self._end.is_set()
+            with contextlib.suppress(OSError, FlashckptError):  # the job directory has gone
+                self._copy()
+            self._end.wait(COPY_S)
+        if self._source >= 0:
+            os.close(self._source)
+
+    def _copy(self) -> None:
+        folder = self._folder
+        if folder != self._into:
+            self._into = folder
+            self._open()
+        while folder and self._source >= 0:
+            while data := os.read(self._source, 1 << 20):
+                self._writing.place = f"{folder}/{COPY_NAME}"
+                self._writing.attempt(functools.partial(_append, self._writing.place, data), data.count(b"\n"))
+            if os.path.samestat(os.fstat(self._source), self._path.lstat()):
+                return
+            self._open()
+
+    def _open(self) -> None:
+        if self._source >= 0:
+            os.close(self._source)
+            self._source = -1
+        self._source = open_file(self._path, os.O_RDONLY)
+
+
+def _append(path: str, data: bytes) -> None:
+    with open(path, "ab") as file:  # noqa: PTH123 -- as Nonfatal has its name
+        file.write(data)

@@ -36,7 +36,7 @@ from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister.metrics import class_of
 from flashckpt.errors import DamagedError, FlashckptError
 from flashckpt.shm import incident_files, logged_values
-from flashckpt.shm.control import ControlRow, ControlView
+from flashckpt.shm.control import RESTORED_FROM, ControlRow, ControlView
 from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory
 from flashckpt.shm.logged_values import TakenValues
 from flashckpt.storage.store import Store
@@ -83,6 +83,7 @@ class SessionHistory:
         self._keys: dict[int, str] = {}
         self._before: list[SessionRecord] = []
         self._stall = 0.0, 0.0
+        self._source = RESTORED_FROM[0]
         self._ledger: tuple[int, dict[str, Any]] = (-1, {})
 
     def turn(
@@ -137,6 +138,8 @@ class SessionHistory:
             self._ledger = self._ledger[0], {}
         self._keys[record.number] = before.key
         self._stall = max(((row.stall_ns / 1e9, float(row.snapshots)) for row in rows), default=(0.0, 0.0))
+        if rows:
+            self._source = RESTORED_FROM[max(row.restored_from for row in rows) % len(RESTORED_FROM)]
         end = "" if alive else ENDED if is_last else STOPPED
         step = max([before.step, *(row.step for row in rows)])
         self._record = replace(
@@ -168,7 +171,7 @@ class SessionHistory:
             "lost_steps": found["steps_lost"],
             "down_seconds": found["down_s"],
             "first_step_seconds": record.first_step_s,
-            "restore_seconds": record.restore_s,
+            f"restore_seconds_{self._source}": record.restore_s,
             **({} if found["goodput"] is None else {"goodput_ratio": found["goodput"]}),
             **dict(zip(("stall_seconds", "snapshots"), self._stall, strict=True)),
         }

@@ -18,6 +18,7 @@ from flashckpt import __version__
 from flashckpt.acceptor import Acceptor
 from flashckpt.daemon.persister.coordinator import PersistCoordinator
 from flashckpt.environment import env
+from flashckpt.shm.control import RESTORED_FROM
 from flashckpt.shm.inventory import NodeInventory
 
 _log = logging.getLogger(__name__)
@@ -56,7 +57,6 @@ GAUGES = {
     "replica_bytes": "Shared memory that replicas of other nodes take on this node.",
     "goodput_ratio": "Share of the job's time that was neither down nor spent on steps that were lost.",
     "first_step_seconds": "Seconds from the start of the slowest rank's program to its first step.",
-    "restore_seconds": "Seconds of them that its restore took.",
     "build_info": "1; the release is a label.",
     "ranks_alive": "1 while a rank or agent of the job is running on this node.",
 }
@@ -76,6 +76,7 @@ COUNTERS = {
 }
 
 
+RESTORE = "Seconds of that start which the slowest restore took, by the farthest source of any rank."
 CAUSES = ("signal", "exit", "hang", "other", "unknown")
 """Values of the label `cause`: few, whatever the text of a cause says."""
 
@@ -110,10 +111,12 @@ class _Collector:
                 counter.add_metric(self._labels, numbers[name])
                 yield counter
         restarts = CounterMetricFamily("flashckpt_restarts", COUNTERS["restarts"], labels=(*LABELS, "cause"))
-        for cause in CAUSES:
-            if (name := f"restarts_{cause}") in numbers:
-                restarts.add_metric((*self._labels, cause), numbers[name])
-        yield restarts
+        restore = GaugeMetricFamily("flashckpt_restore_seconds", RESTORE, labels=(*LABELS, "source"))
+        for family, name, values in ((restarts, "restarts", CAUSES), (restore, "restore_seconds", RESTORED_FROM)):
+            for value in values:
+                if f"{name}_{value}" in numbers:
+                    family.add_metric((*self._labels, value), numbers[f"{name}_{value}"])
+            yield family
 
 
 class _QuietHandler(WSGIRequestHandler):

@@ -22,7 +22,7 @@ from types import FrameType
 from flashckpt.core.intent import NodeMessage
 from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.daemon.machine.logs import configure, log_context, turn_over
+from flashckpt.daemon.machine.logs import LogCopy, configure, log_context, turn_over
 from flashckpt.daemon.persister import metrics
 from flashckpt.daemon.persister.attempts import Attempts
 from flashckpt.daemon.persister.coordinator import PersistCoordinator
@@ -45,6 +45,7 @@ from flashckpt.shm.inventory import Identity, NodeInventory, scan
 from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory
 from flashckpt.shm.lease import Lease
 from flashckpt.shm.messages import MessageFiles
+from flashckpt.shm.persister_process import LOG_NAME
 from flashckpt.shm.private import private_directory, remove_file, remove_tree
 from flashckpt.storage.factory import open_store
 
@@ -85,6 +86,7 @@ class Daemon:
         self._status = DaemonStatus()
         self._numbers: dict[str, float] = {}
         self._scrapes = metrics.Scrapes(self, directory.note)
+        self.log_copy = LogCopy(directory.path / LOG_NAME)
         self._wakeup = Wakeup([directory.path / "events", directory.path / "requests"])
         self._messages = MessageFiles(directory.path)
         self.extensions = Extensions(directory, self._wakeup.wake)
@@ -95,7 +97,7 @@ class Daemon:
         try:
             self._introduce()
             while not self._safe_turn():
-                turn_over(self.directory.path / "daemon.log")
+                turn_over(self.directory.path / LOG_NAME)
                 flushing = self.persisting is not None and self.persisting.flush is not None and not self.error
                 turned_s = time.monotonic()
                 self._wakeup.wait(BUSY_S if flushing else SCAN_S)
@@ -105,6 +107,7 @@ class Daemon:
             raise
         if not self.exit_code:  # else writers may hang in the storage that fails: they end with the process
             self.close()
+        self.log_copy.close()
 
     def _introduce(self) -> None:
         """Confirm the start to the owner before anything is asked of storage; what an earlier persister counted is kept."""
@@ -138,6 +141,7 @@ class Daemon:
 
     def turn(self) -> bool:
         """Look at everything once and act; True when the daemon should end."""
+        self.log_copy.follow(self.directory.read_notice("log-folder"))
         config, record = self._records()
         alive = self.directory.anyone_alive()
         if alive:

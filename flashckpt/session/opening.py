@@ -32,7 +32,7 @@ from flashckpt.shm import capacity
 from flashckpt.shm.ack_relay import AckRelay, RelayStore, RelayThread
 from flashckpt.shm.acks import SnapshotAcks
 from flashckpt.shm.agent_folder import agent_folder, ended_agent, write_job
-from flashckpt.shm.control import Control, ControlRow
+from flashckpt.shm.control import RESTORED_FROM, Control, ControlRow
 from flashckpt.shm.job_directory import JobConfig, JobDirectory
 from flashckpt.shm.job_id import earlier_job_id, root_digest
 from flashckpt.shm.lease import Lease
@@ -314,6 +314,7 @@ def _fill(row: ControlRow, opened: OpenedJob, *, entered_ns: int, initialised_ns
     row.generation, row.copied_by = record.number, IMPLEMENTATIONS.index(implementation())
     row.entered, row.initialised = entered_ns, initialised_ns
     row.restored_step = report.step if report else -1
+    row.restored_from = max((RESTORED_FROM.index(tier) for tier in report.tier_bytes), default=0) if report else 0
     row.step = 0 if record.parent is None else record.parent.step
     row.restored = row.heartbeat_ns = time.monotonic_ns()
     row.restore_started = initialised_ns

@@ -33,6 +33,8 @@ MAX_COMPLETE = 16
 """Identities published per rank (8 slots in each of two layouts); of more, the newest."""
 CLOSED = 2
 """In `paused`."""
+RESTORED_FROM = ("nothing", "memory", "peer", "storage")
+"""Tiers, the nearest first."""
 _STOP_AT = 16
 _JOB_AT, _JOB_PAIRS = 512, 220
 """Of the header page: what the whole job has acknowledged, as a sealed list (`_write_list`)."""
@@ -52,6 +54,7 @@ _INT_FIELDS: dict[str, int] = {  # name -> byte offset in the row; signed 64-bit
     "restored_step": 88,
     "world_size": 96,
     "copied_by": 104,
+    "restored_from": 112,
     "snapshots": 496,  # behind the list
     "stall_ns": 504,
 }
@@ -109,6 +112,7 @@ class ControlRow:
         paused: 1 while the loop is paused (evaluation, data preparation), CLOSED after the end of the session.
         restored_step: Step it was restored from; -1 on a fresh start.
         copied_by: What copies its snapshots, by its place in `native.IMPLEMENTATIONS`; 0 unknown.
+        restored_from: The farthest source of its restore, by its place in RESTORED_FROM.
         snapshots, stall_ns: Snapshots begun, and nanoseconds that training waited for `step()` and its fence.
     """
 
@@ -126,6 +130,7 @@ class ControlRow:
     restored_step: int
     world_size: int
     copied_by: int
+    restored_from: int
     snapshots: int
     stall_ns: int
     _map: Any

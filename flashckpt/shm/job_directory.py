@@ -258,19 +258,22 @@ class JobDirectory:
         is_settled = abs(time.time_ns() - found.st_mtime_ns) > _SETTLED_NS
         return (found.st_ino, found.st_mtime_ns, found.st_size) if is_settled else None
 
-    def note(self, text: str) -> None:
-        """Leave a sentence about what the daemon works without, for the job's output and `flashckpt status`; "" takes it away."""
+    def note(self, text: str, name: str = "notice") -> None:
+        """Leave a sentence about what the daemon works without, for the job's output and `flashckpt status`; "" takes it away.
+
+        As "log-folder" it is the folder into which the agent wants the daemon's log copied.
+        """
         with contextlib.suppress(OSError, DamagedError):  # tmpfs full, or something else in its place: a comfort
             if text:
-                with os.fdopen(open_file(self.path / "notice", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
-                    file.write(text.encode()[:_NOTICE_BYTES])
+                with os.fdopen(open_file(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+                    file.write(os.fsencode(text)[:_NOTICE_BYTES])
             else:
-                remove_file(self.path / "notice")
+                remove_file(self.path / name)
 
-    def read_notice(self) -> str:
+    def read_notice(self, name: str = "notice") -> str:
         """Return that sentence, "" where there is none."""
         try:
-            return read_file(self.path / "notice", most=_NOTICE_BYTES).decode(errors="replace")
+            return os.fsdecode(read_file(self.path / name, most=_NOTICE_BYTES))
         except (FileNotFoundError, DamagedError):
             return ""
 

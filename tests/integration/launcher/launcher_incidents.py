@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import incidents
@@ -153,7 +154,9 @@ def test_a_fault_has_one_verdict_in_the_output_in_memory_and_on_the_root(
     (tmp_path / "train.py").write_text(PROGRAM.replace("FAULT", fault.code).replace("WORKERS", str(fault.workers)))
     (tmp_path / "kmsg").write_text("4,0,0,-;Out of memory: Killed process 1 (rank1), before the job\n")
     flags = ("--nproc-per-node=3", "--hang-timeout=3", tmp_path / "train.py", tmp_path)
-    with dlrun(tmp_path, *flags, env={"FLASHCKPT_KERNEL_LOG": str(tmp_path / "kmsg")}) as launch:
+    told = tmp_path / "told"
+    settings = {"FLASHCKPT_KERNEL_LOG": str(tmp_path / "kmsg"), "FLASHCKPT_HOOK": f"sh -c 'cat >> {told}'"}
+    with dlrun(tmp_path, *flags, env=settings) as launch:
         if fault.strike is not None:
             pid = launch.until(lambda: int((tmp_path / "reached").read_text() or 0) if reached(tmp_path) else 0, "it")
             fault.strike(pid, tmp_path)
@@ -169,6 +172,11 @@ def test_a_fault_has_one_verdict_in_the_output_in_memory_and_on_the_root(
         assert launch.wait() == RESUME_EXIT_CODE, launch.output
     check(fault, found, launch)
     assert incidents.on_root(tmp_path / "root") == [found]
+    assert [one["event"] for one in hooked(told) if one["incident"].get("verdict") == found.verdict] == ["incident"]
+
+
+def hooked(told: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in told.read_text().splitlines()]
 
 
 def reached(folder: Path) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.dlrun import run_dlrun
+from support.dlrun import ENGINE, dlrun, run_dlrun
 
 LINES = 3000
 SCRIPT = f"""
@@ -78,3 +79,18 @@ def test_log_folders_that_cannot_be_made_end_no_job(
     assert "No space left on device" in output
     assert "out 9" in output  # what has no file is shown
     assert [(tmp_path / f"done{rank}").read_text() for rank in range(2)] == ["done", "done"]
+
+
+def test_the_log_of_the_persister_goes_to_the_folder_of_the_ranks_logs(tmp_path: Path) -> None:
+    """Also that of one that goes on from a launch before, which wanted it elsewhere."""
+    (tmp_path / "train.py").write_text(ENGINE)
+    words = ("--redirects=3", "--rdzv-id=logged", tmp_path / "train.py", tmp_path, 10_000, 0.01)
+    for number in range(2):
+        with dlrun(tmp_path, "--nproc-per-node=1", "--log-dir", tmp_path / f"logs{number}", *words) as launch:
+            copy = f"logs{number}/logged_*/persister.log"
+            launch.until(lambda: any("daemon of job" in p.read_text() for p in tmp_path.glob(copy)), copy)  # noqa: B023
+            (log,) = tmp_path.glob(copy)
+            launch.until(lambda: "committed after" in log.read_text().rpartition("daemon of job")[2], "a commit")  # noqa: B023
+            launch.process.send_signal(signal.SIGTERM)
+            launch.wait()
+        assert (log.parent / "attempt_0/0/stderr.log").exists()

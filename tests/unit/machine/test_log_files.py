@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.ranks import wait_for
 
-from flashckpt.daemon.machine.logs import turn_over
+from flashckpt.daemon.machine import logs
+from flashckpt.daemon.machine.logs import LogCopy, turn_over
 
 
 @pytest.fixture
@@ -44,3 +46,37 @@ def test_a_stream_that_is_no_log_of_ours_is_left_alone(shm_dir: Path, streams: l
     assert other.read_text() == "of somebody else"
     (shm_dir / "daemon.log").unlink()
     assert not turn_over(shm_dir / "daemon.log", streams=streams, limit=10), "the job's directory has gone"
+
+
+def test_the_log_is_copied_whole_through_a_turn_and_after_its_folder_has_gone(
+    shm_dir: Path, tmp_path: Path, streams: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "COPY_S", 0.001)
+    path, copy = shm_dir / "daemon.log", tmp_path / "persister.log"
+    os.write(streams[0], b"before\n")
+    log = LogCopy(path)
+    log.follow(str(tmp_path))
+    wait_for(lambda: copy.exists() and copy.read_bytes() == b"before\n", what="the first copy")
+    os.write(streams[0], b"last of the old\n")
+    turn_over(path, streams=streams, limit=1)
+    os.write(streams[1], b"first of the new\n")
+    wait_for(lambda: copy.read_bytes().endswith(b"new\n"), what="the new log")
+    path.unlink()
+    os.write(streams[1], b"after the end of the job directory\n")
+    log.close()
+    assert copy.read_text().splitlines() == [
+        "before", "last of the old", "first of the new", "after the end of the job directory"
+    ]  # fmt: skip
+
+
+def test_a_short_job_has_its_log_copied_and_a_folder_that_is_not_there_is_named_once(
+    shm_dir: Path, tmp_path: Path, streams: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    os.write(streams[0], b"all of it\n")
+    for folder in (tmp_path, tmp_path / "none"):
+        log = LogCopy(shm_dir / "daemon.log")
+        log.follow(str(folder))
+        log.close()
+    assert (tmp_path / "persister.log").read_text() == "all of it\n"
+    assert not (tmp_path / "none").exists()
+    assert [one for one in caplog.messages if "persister.log cannot be written (No such file" in one] == caplog.messages

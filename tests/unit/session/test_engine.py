@@ -20,7 +20,7 @@ from flashckpt.native import IMPLEMENTATIONS, implementation
 from flashckpt.restore.program import Program
 from flashckpt.restore.source_names import SourceNames
 from flashckpt.restore.values import Values, missing_values
-from flashckpt.shm.control import ControlView
+from flashckpt.shm.control import RESTORED_FROM, ControlView
 from flashckpt.shm.job_directory import jobs_in_memory
 
 
@@ -69,11 +69,13 @@ def test_every_kind_of_tensor_comes_back_bit_for_bit(tmp_path: Path, copied_by: 
     ckpt = opened(tmp_path, model=model)
     (directory,) = jobs_in_memory()[0]
     (row,) = ControlView(directory.control_path).rows()
-    assert IMPLEMENTATIONS[row.copied_by] == implementation()
+    assert (IMPLEMENTATIONS[row.copied_by], RESTORED_FROM[row.restored_from]) == (implementation(), "nothing")
     ckpt.step(1)
     crash(ckpt)
     other = make(2)
-    crash(opened(tmp_path, model=other))
+    ckpt = opened(tmp_path, model=other)
+    assert [RESTORED_FROM[row.restored_from] for row in ControlView(directory.control_path).rows()] == ["memory"]
+    crash(ckpt)
     for (name, a), (_, b) in zip(model.named_buffers(), other.named_buffers(), strict=True):
         assert (a.dtype, a.shape) == (b.dtype, b.shape), name
         x, y = (t.resolve_conj().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
