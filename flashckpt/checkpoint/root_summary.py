@@ -43,4 +43,5 @@ def read_root(root: str, options: Mapping[str, Any]) -> RootSummary:
         prefixes=tuple(i.prefix for i in infos),
         claims=tuple(claims),
         is_empty=is_empty,
+        suspects=tuple(i.identity for i in infos if i.suspects),
     )

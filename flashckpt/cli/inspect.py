@@ -25,6 +25,7 @@ from flashckpt.cli.common import (
     step_option,
 )
 from flashckpt.cli.coverage import coverage_rows, coverage_table, parse_layout, plan_layout, plan_table
+from flashckpt.cli.numbers import numbers_of, words_of
 from flashckpt.cli.output import FittingTable
 from flashckpt.cli.replicas import lags
 from flashckpt.core.manifest import Manifest
@@ -86,7 +87,7 @@ def inspect(
 
 def describe(manifest: Manifest) -> dict[str, Any]:
     """Return everything there is to say about a manifest, as JSON values."""
-    table = manifest.table
+    table, numbers = manifest.table, numbers_of(manifest)
     return {
         "job": manifest.job,
         "generation": manifest.generation,
@@ -96,7 +97,7 @@ def describe(manifest: Manifest) -> dict[str, Any]:
         "writers": manifest.writers,
         "nbytes": int(table.nbytes.sum()),
         "writer_bytes": _writer_bytes(manifest),
-        "tensors": [_tensor(table, fqn) for fqn in sorted(table.fqns)],
+        "tensors": [_tensor(table, fqn) | {"numbers": numbers.get(fqn)} for fqn in sorted(table.fqns)],
         "values": {key: plain(value) for key, value in sorted(manifest.values.items())},
     }
 
@@ -185,15 +186,16 @@ def _tensors(manifest: Manifest, tensors: list[dict[str, Any]], *, everything: b
         if everything or counts[prefix] <= MANY:
             shape = "x".join(map(str, tensor["shape"])) or "scalar"
             size = f"{human_bytes(tensor['nbytes'])} in {counted(tensor['shards'], 'shard')}"
-            branch.add(_label(f"{name}  {tensor['dtype']} {shape}  {size}"))
+            branch.add(_label(f"{name}  {tensor['dtype']} {shape}  {size}  {words_of(tensor['numbers'])}".rstrip()))
         elif counts[prefix] == MANY + 1:
             branch.add("... (--all shows the rest)")
     return tree
 
 
 def _lines(tensors: list[dict[str, Any]]) -> FittingTable:
-    table = new_table("TENSOR", "DTYPE", "SHAPE", ">SIZE", ">SHARDS")
+    table = new_table("TENSOR", "DTYPE", "SHAPE", ">SIZE", ">SHARDS", "NUMBERS")
     for one in tensors:
         shape = "x".join(map(str, one["shape"])) or "scalar"
-        table.add_row(one["fqn"], one["dtype"], shape, human_bytes(one["nbytes"]), str(one["shards"]))
+        size, numbers = human_bytes(one["nbytes"]), words_of(one["numbers"])
+        table.add_row(one["fqn"], one["dtype"], shape, size, str(one["shards"]), numbers)
     return table

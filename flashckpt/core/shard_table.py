@@ -150,8 +150,10 @@ class ShardTable:
         return ShardTable(names, list(self.dtypes), columns)
 
     @classmethod
-    def concatenate(cls, parts: Sequence[tuple[ShardTable, np.ndarray, int]]) -> tuple[ShardTable, np.ndarray]:
-        """Return one table and its digests from (table, digests, number of objects) per writer.
+    def concatenate(
+        cls, parts: Sequence[tuple[ShardTable, np.ndarray, int]]
+    ) -> tuple[ShardTable, np.ndarray, np.ndarray]:
+        """Return one table, its digests, and which rows it has of all, from (table, digests, number of objects) per writer.
 
         Object numbers are shifted behind those of the writers before; of rows with the same fqn and box
         the first is kept.
@@ -170,7 +172,7 @@ class ShardTable:
         columns["first_chunk"] = first_chunks(columns["nbytes"])
         first = (np.concatenate([table.first_chunk for table in tables]) + starts)[keep]  # where its writer says
         digests = np.concatenate([found for _, found, _ in parts])[ranges(first, chunk_counts(columns["nbytes"]))]
-        return cls(whole.fqns, whole.dtypes, columns), digests
+        return cls(whole.fqns, whole.dtypes, columns), digests, keep
 
     def __len__(self) -> int:
         return len(self.fqn_id)

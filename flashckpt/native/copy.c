@@ -70,9 +70,9 @@ AVX2 static void near_avx2(uint8_t *target, const uint8_t *source, size_t n) {
 
 static void settle(void) { _mm_sfence(); } /* such stores are ordered by nothing else */
 
-static const struct level level_avx2 = {"avx2", &xxh3_avx2, stream_avx2, LANES_PIECE};
-static const struct level level_avx512 = {"avx512", &xxh3_avx512, stream_avx512, LANES_PIECE};
-static const struct level level_avx2_near = {"avx2-near", &xxh3_avx2, near_avx2, NEAR_PIECE};
+static const struct level level_avx2 = {"avx2", &xxh3_avx2, numbers_avx2, stream_avx2, LANES_PIECE};
+static const struct level level_avx512 = {"avx512", &xxh3_avx512, numbers_avx512, stream_avx512, LANES_PIECE};
+static const struct level level_avx2_near = {"avx2-near", &xxh3_avx2, numbers_avx2, near_avx2, NEAR_PIECE};
 
 #elif defined(__aarch64__)
 
@@ -92,13 +92,13 @@ DEFINE_STREAM(stream_neon, , quad_neon, line_neon)
 
 static void settle(void) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
-static const struct level level_neon = {"neon", &xxh3_neon, stream_neon, LANES_PIECE};
+static const struct level level_neon = {"neon", &xxh3_neon, numbers_plain, stream_neon, LANES_PIECE};
 
 #else
 static void settle(void) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 #endif
 
-static const struct level level_plain = {"plain", &xxh3_plain, NULL, LANES_PIECE};
+static const struct level level_plain = {"plain", &xxh3_plain, numbers_plain, NULL, LANES_PIECE};
 
 size_t usable_levels(const struct level *found[MOST_LEVELS]) {
     size_t count = 0;
@@ -156,13 +156,37 @@ static inline void ask_for_piece(const uint8_t *input, size_t piece) {
         for (size_t line = 0; line < 8; line++) __builtin_prefetch(input + page + line * LINE);
 }
 
+/* -- figures: of all numbers how large they are; of short chunks the squares too, and of longer ones those of a few numbers
+ * in each stretch: they cost three times as much */
+#define WHOLE 4096
+#define APART 65536
+#define NUMBERS 128
+struct look {
+    const struct numbers *numbers; /* of the row's kind; NULL: none */
+    struct figures *found;
+    size_t nbytes;  /* of the chunk */
+    size_t squared; /* bytes whose squares are in it */
+};
+
+/* Take note of bytes [begin, begin + nbytes) of the chunk, which the digest has brought into the cache. */
+static void look_at(struct look *look, const uint8_t *chunk, size_t begin, size_t nbytes) {
+    if (look->numbers == NULL) return;
+    uint64_t top = look->numbers->top(chunk + begin, nbytes);
+    if (top > look->found->top) look->found->top = top;
+    size_t some = nbytes;
+    if (look->nbytes > WHOLE) some = begin % APART == 0 ? smaller(nbytes, NUMBERS * look->numbers->width) : 0;
+    if (some) look->found->squares += look->numbers->squares(chunk + begin, some);
+    look->squared += some;
+}
+
 /* Digest bytes [begin, end) of the row's source, at most a chunk, each piece right behind its copy. */
-static uint64_t copy_chunk(struct copy_state *copy, size_t begin, size_t end) {
+static uint64_t copy_chunk(struct copy_state *copy, size_t begin, size_t end, struct look *look) {
     const uint8_t *input = copy->source + begin;
     const struct xxh3_level *hash = copy->level->hash;
     size_t nbytes = end - begin;
     if (nbytes <= XXH3_SHORT) {
         copy_up_to(copy, end);
+        look_at(look, input, 0, nbytes);
         return xxh3_short(input, nbytes);
     }
     uint64_t acc[8];
@@ -173,12 +197,15 @@ static uint64_t copy_chunk(struct copy_state *copy, size_t begin, size_t end) {
         copy_up_to(copy, begin + (b + some) * XXH3_BLOCK);
         if (copy->level->piece > PAGE && b + some < blocks) ask_for_piece(input + (b + some) * XXH3_BLOCK, piece);
         hash->blocks(acc, input + b * XXH3_BLOCK, some);
+        look_at(look, input, b * XXH3_BLOCK, some * XXH3_BLOCK);
     }
     copy_up_to(copy, end);
+    look_at(look, input, blocks * XXH3_BLOCK, nbytes - blocks * XXH3_BLOCK);
     return xxh3_end(hash, acc, input, nbytes);
 }
 
-static void copy_row(const struct level *level, const struct row *row, uint64_t *digests) {
+static void copy_row(const struct level *level, const struct row *row, uint64_t *digests, struct figures *figures,
+                     const struct numbers *numbers) {
     struct copy_state copy;
     start_copy(&copy, level, row);
     if (digests == NULL) {
@@ -187,8 +214,13 @@ static void copy_row(const struct level *level, const struct row *row, uint64_t 
         copy_up_to(&copy, copy.nbytes);
         return;
     }
-    for (size_t begin = 0; begin < copy.nbytes; begin += CHUNK_BYTES)
-        *digests++ = copy_chunk(&copy, begin, smaller(begin + CHUNK_BYTES, copy.nbytes));
+    for (size_t begin = 0; begin < copy.nbytes; begin += CHUNK_BYTES, figures++) {
+        size_t end = smaller(begin + CHUNK_BYTES, copy.nbytes);
+        struct look look = {numbers, figures, end - begin, 0};
+        if (numbers != NULL) *figures = (struct figures){0, 0};
+        *digests++ = copy_chunk(&copy, begin, end, &look);
+        if (look.squared) figures->squares *= (double)(end - begin) / (double)look.squared;
+    }
 }
 
 /* Ask for the start of a row that is not its turn yet; the CPU itself sees how a longer one goes on. */
@@ -209,7 +241,10 @@ int64_t copy_rows(const struct level *level, const struct row *rows, size_t coun
         if (rows[k].nbytes == 0) continue;
         int64_t first = out->first != NULL ? out->first[k] : chunks;
         chunks += chunk_count(rows[k].nbytes);
-        copy_row(level, &rows[k], out->digests != NULL && first >= 0 ? out->digests + first : NULL);
+        int is_digested = out->digests != NULL && first >= 0;
+        int kind = is_digested && out->kinds != NULL && out->kinds[k] < KINDS ? out->kinds[k] : NO_NUMBERS;
+        copy_row(level, &rows[k], is_digested ? out->digests + first : NULL,
+                 kind != NO_NUMBERS ? out->figures + first : NULL, kind != NO_NUMBERS ? &level->numbers[kind] : NULL);
         copied += rows[k].nbytes;
     }
     settle();

@@ -21,6 +21,7 @@ class HeldSlot(NamedTuple):
         world_size: Ranks of its worker group.
         layout_hash: Of its segment.
         parent: What its generation was restored from.
+        suspect: Whether numbers in it became non-finite.
     """
 
     rank: int
@@ -29,6 +30,7 @@ class HeldSlot(NamedTuple):
     world_size: int
     layout_hash: int
     parent: SnapshotId | None
+    suspect: bool = False
 
 
 class Member(NamedTuple):
@@ -89,7 +91,7 @@ class Inventory:
         node, slots, generation, restart, need, free, members, host, request, committed, damage = packed
         return cls(
             node=node,
-            slots=tuple(HeldSlot(r, g, s, w, h, _snapshot_id(p)) for r, g, s, w, h, p in (slots if with_slots else ())),
+            slots=tuple(HeldSlot(*some, _snapshot_id(p), bad) for *some, p, bad in (slots if with_slots else ())),
             generation=None if generation is None else records.unpack(Generation, generation),
             restart=restart,
             need_bytes=need,

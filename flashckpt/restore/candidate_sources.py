@@ -19,6 +19,7 @@ from flashckpt.checkpoint import root_summary
 from flashckpt.checkpoint.catalog import manifest_from, read_manifest_bytes
 from flashckpt.checkpoint.ranged_reads import with_values
 from flashckpt.checkpoint.retention import leased
+from flashckpt.core.figures import figures_from
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.manifest_header import HEADER
 from flashckpt.core.shard_table import columns_of, table_from_columns
@@ -251,6 +252,7 @@ def share(manifest: Manifest) -> int:
     groups = {
         "table": columns_of(manifest.table),
         "ranged": manifest.ranged.packed(),
+        "figures": {} if manifest.figures is None else manifest.figures.packed(),
         "rest": {"digests": digests, **_fields(manifest)},
     }
     arrays = [(group, name, value) for group, entries in groups.items() for name, value in entries.items()]
@@ -289,21 +291,22 @@ def attach(path: str) -> Manifest:
     head, behind = split(mapped)
     small, large = msgpack.unpackb(head)
     start = -(-(len(mapped) - len(behind)) // _ALIGNED) * _ALIGNED
-    groups: dict[str, dict[str, Any]] = {"table": {}, "ranged": {}, "rest": {}}
+    groups: dict[str, dict[str, Any]] = {"table": {}, "ranged": {}, "figures": {}, "rest": {}}
     for group, name, value in small:
         groups[group][name] = value
     for group, name, at, nbytes in large:
         groups[group][name] = mapped[start + at : start + at + nbytes]
     rest = groups["rest"]
-    values = unpack_values(rest.pop("values"))
+    values, table, figures = unpack_values(rest.pop("values")), table_from_columns(groups["table"]), groups["figures"]
     return Manifest(
         **rest
         | {
             "parent": rest["parent"] and SnapshotId(*rest["parent"]),
-            "table": table_from_columns(groups["table"]),
+            "table": table,
             "digests": np.frombuffer(rest["digests"], np.uint64),
             "values": values,
             "ranged": ranged_from(groups["ranged"], objects=len(rest["objects"]), others=values),
+            "figures": figures_from(figures, len(table)) if figures else None,
         }
     )
 

@@ -143,7 +143,7 @@ def _slots(directory: JobDirectory) -> Iterator[HeldSlot]:
                 for h in segment.headers():
                     if h.is_complete:
                         layout = segment.spec.layout_hash
-                        yield HeldSlot(h.rank, h.generation, h.step, h.world_size, layout, h.parent)
+                        yield HeldSlot(h.rank, h.generation, h.step, h.world_size, layout, h.parent, h.suspect)
         except FileNotFoundError:
             continue
         except FlashckptError as error:

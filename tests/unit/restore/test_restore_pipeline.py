@@ -266,6 +266,17 @@ def node(name: str, *slots: HeldSlot, members: tuple[Member, ...] = ()) -> Inven
     return Inventory(node=name, host=name, slots=slots, members=members)
 
 
+def test_what_is_suspect_on_one_rank_is_tried_behind_all_that_is_clean() -> None:
+    bad = slot(1, 20)._replace(suspect=True)
+    inventories = [node("a", slot(0, 10), slot(0, 20)), node("b", slot(1, 10), bad)]
+    root = RootSummary(
+        committed=(SnapshotId(1, 5), SnapshotId(1, 4)), prefixes=("step-5", "step-4"), suspects=(SnapshotId(1, 5),)
+    )
+    inventories = [Inventory.unpack(one.pack()) for one in inventories]
+    found = select(inventories, RootSummary.unpack(root.pack())).found
+    assert [(c.identity.step, c.is_suspect) for c in found] == [(10, False), (4, False), (20, True), (5, True)]
+
+
 def test_the_newest_snapshot_that_every_rank_holds_is_selected_first() -> None:
     inventories = [node("a", slot(0, 10), slot(0, 20)), node("b", slot(1, 10), members=(Member(1, 1),))]
     found = select(inventories, RootSummary(committed=(SnapshotId(1, 5),), prefixes=("step-5",)))
