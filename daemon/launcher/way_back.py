@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.checkpoint.root_summary import open_root
 from flashckpt.errors import FlashckptError
+from flashckpt.shm.inventory import scan
 from flashckpt.shm.job_directory import JobConfig, JobDirectory
 
 _LIMIT_S = 20.0
@@ -27,6 +28,20 @@ def way_back(job: JobDirectory | None, step: int) -> str:
         f"{fix}. If it is the state that is bad, {root} holds older checkpoints (steps {older}{more}):"
         f" ckpt.restore(step={steps[0]}) in the script, for one start, goes back; flashckpt keep {root} {steps[0]} keeps it"
     )
+
+
+def has_older(job: JobDirectory | None) -> bool:
+    """Return whether memory here, or the root, holds a state older than the one that the present generation began with."""
+    with contextlib.suppress(FlashckptError, OSError):
+        record = None if job is None else job.read_generation()
+        if job is None or record is None or record.parent is None:
+            return False
+        parent = record.parent
+        if any(identity < parent for identity in scan(job, [record]).complete()):
+            return True
+        config = job.read_config()
+        return config is not None and any(step < parent.step for step in steps_on_root(config, _LIMIT_S))
+    return False
 
 
 def _older(job: JobDirectory | None, step: int) -> tuple[str, Sequence[int]]:

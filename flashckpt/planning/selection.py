@@ -207,6 +207,7 @@ def select(
     ]  # fmt: skip
     if step is None and generation is None:
         wanted = [i for i in wanted if not is_rolled_back(i, lineage)]
+        wanted = _further_back(wanted, on_root, lineage, max((i.back for i in inventories), default=0))
     holders: dict[SnapshotId, set[Holder]] = {}
     for record in records:
         holders.setdefault(record.identity, set()).add(Holder(record.rank, record.node))
@@ -224,6 +225,16 @@ def select(
     )
     highest = max([*(g.number for g in lineage), *(i.generation for i in on_root)], default=0)
     return Candidates(found=found, next_generation=highest + 1, lineage=lineage)
+
+
+def _further_back(
+    wanted: list[SnapshotId], on_root: set[SnapshotId], lineage: Sequence[Generation], back: int
+) -> list[SnapshotId]:
+    """Return what is older than the state that the last generation began with; all of it where nothing is."""
+    began = next((one.parent for one in reversed(lineage) if one.parent is not None), None)
+    if not back or began is None:
+        return wanted
+    return [i for i in wanted if i < began and (back == 1 or i in on_root)] or wanted
 
 
 def _lineage(nodes: Iterable[Inventory], root: RootSummary, records: Sequence[SlotRecord]) -> tuple[Generation, ...]:

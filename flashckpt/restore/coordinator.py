@@ -139,7 +139,7 @@ class RestoreCoordinator:
         """Search, and again while what the search fails at may pass. Collective."""
         while True:
             root = None
-            if self._is_explicit or not memory_is_current(inventories):
+            if self._is_explicit or not memory_is_current(inventories) or any(i.back for i in inventories):
                 root = self._ask_root()
                 if not self._is_explicit:
                     _refuse_emptied_root(self.request, inventories, root)

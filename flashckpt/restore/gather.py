@@ -70,6 +70,7 @@ def gather(
         request=request.text,
         committed=_committed(directory),
         damage=damage,
+        back=env.FLASHCKPT_BACK,
     )
     found = unpack_all(gathered(mine.pack(), ranks_key()))
     refuse_damage(found, directory.job)

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from flashckpt.core.lineage import Generation
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.launcher import way_back as module
 from flashckpt.daemon.launcher.options import LaunchOutcome
 from flashckpt.daemon.launcher.way_back import way_back
@@ -44,6 +46,27 @@ def test_steps_before_the_failing_one_are_named_newest_first(
     assert f"restore(step={named[0]})" in text
     assert f"flashckpt keep {tmp_path} {named[0]}" in text
     assert text in str(LaunchOutcome(repeats="x", remedy=text).error())
+
+
+@pytest.mark.parametrize(
+    ("parent", "in_memory", "held", "found"),
+    [(None, [5], [5], False), (20, [20, 30], [30, 20], False), (20, [19], [], True), (20, [], [20, 10], True)],
+)
+def test_an_older_state_is_one_before_what_the_generation_began_with(
+    parent: int | None,
+    in_memory: list[int],
+    held: list[int],
+    found: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "list_checkpoints", lambda _: [SimpleNamespace(step=one) for one in held])
+    ids = [SnapshotId(1, step) for step in in_memory]
+    monkeypatch.setattr(module, "scan", lambda *_: SimpleNamespace(complete=lambda: ids))
+    record = Generation(number=2, parent=None if parent is None else SnapshotId(1, parent))
+    here = job(tmp_path)
+    here.read_generation = lambda: record
+    assert module.has_older(here) == found
 
 
 @pytest.mark.parametrize("how", ["no job", "unreachable", "hangs"])

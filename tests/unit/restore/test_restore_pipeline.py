@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +276,21 @@ def test_what_is_suspect_on_one_rank_is_tried_behind_all_that_is_clean() -> None
     inventories = [Inventory.unpack(one.pack()) for one in inventories]
     found = select(inventories, RootSummary.unpack(root.pack())).found
     assert [(c.identity.step, c.is_suspect) for c in found] == [(10, False), (4, False), (20, True), (5, True)]
+
+
+@pytest.mark.parametrize(
+    ("back", "parent", "steps"),
+    [(0, 20, [20, 10, 5]), (1, 20, [10, 5]), (2, 20, [5]), (1, 10, [5]), (1, 5, [20, 10, 5]), (1, None, [20, 10, 5])],
+)
+def test_one_state_further_back_is_older_than_what_the_last_generation_began_with(
+    back: int, parent: int | None, steps: list[int]
+) -> None:
+    began = Generation(number=2, parent=None if parent is None else SnapshotId(1, parent))
+    both = [slot(rank, step) for rank in (0, 1) for step in (10, 20)]
+    inventory = replace(node("a", *both), back=back, generation=replace(began, parent=None))
+    root = RootSummary(committed=(SnapshotId(1, 5),), prefixes=("step-5",), claims=(Generation(number=1), began))
+    found = select([Inventory.unpack(inventory.pack())], root, step=None).found
+    assert [c.identity.step for c in found] == [step for step in steps if parent is None or step <= parent]
 
 
 def test_the_newest_snapshot_that_every_rank_holds_is_selected_first() -> None:
