@@ -42,7 +42,8 @@ def kind_of(dtype: object) -> int:
 
 def kinds_of(table: ShardTable) -> npt.NDArray[np.uint8]:
     """Return how the bytes of each row are read."""
-    return np.array([kind_of(name) for name in table.dtypes], np.uint8)[table.dtype_id]
+    kinds: npt.NDArray[np.uint8] = np.array([kind_of(name) for name in table.dtypes], np.uint8)[table.dtype_id]
+    return kinds
 
 
 def figures_of_rows(table: ShardTable, chunks: npt.NDArray[np.void]) -> Figures:
