@@ -95,7 +95,9 @@ class Inventory:
         node, slots, generation, restart, need, free, members, host, request, committed, damage, back = packed
         return cls(
             node=node,
-            slots=tuple(HeldSlot(*some, _snapshot_id(p), bad) for *some, p, bad in (slots if with_slots else ())),
+            slots=tuple(
+                HeldSlot(r, g, s, w, h, _snapshot_id(p), bad) for r, g, s, w, h, p, bad in (slots if with_slots else ())
+            ),
             generation=None if generation is None else records.unpack(Generation, generation),
             restart=restart,
             need_bytes=need,

@@ -230,11 +230,15 @@ def select(
 def _further_back(
     wanted: list[SnapshotId], on_root: set[SnapshotId], lineage: Sequence[Generation], back: int
 ) -> list[SnapshotId]:
-    """Return what is older than the state that the last generation began with; all of it where nothing is."""
+    """Return what is older than the state that the last generation began with: from the second time on checkpoints.
+
+    Where there are none, the others; all of `wanted` where nothing is older.
+    """
     began = next((one.parent for one in reversed(lineage) if one.parent is not None), None)
     if not back or began is None:
         return wanted
-    return [i for i in wanted if i < began and (back == 1 or i in on_root)] or wanted
+    older = [i for i in wanted if i < began]
+    return [i for i in older if back > 1 and i in on_root] or older or wanted
 
 
 def _lineage(nodes: Iterable[Inventory], root: RootSummary, records: Sequence[SlotRecord]) -> tuple[Generation, ...]:

@@ -24,7 +24,7 @@ mark = f"{folder}/mark"
 torch.manual_seed(0)
 model = torch.nn.Linear(16, 16)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-ckpt = Checkpointer(f"{folder}/root", snapshot_every=1, persist_every=10, keep_last=2)
+ckpt = Checkpointer(f"{folder}/root", snapshot_every=1, persist_every=10)
 ckpt.track(model=model, optimizer=optimizer, rng=True)
 report = ckpt.restore()
 step = 0 if report is None else report.step

@@ -293,6 +293,13 @@ def test_one_state_further_back_is_older_than_what_the_last_generation_began_wit
     assert [c.identity.step for c in found] == [step for step in steps if parent is None or step <= parent]
 
 
+def test_without_an_older_checkpoint_an_older_snapshot_is_tried_again() -> None:
+    began = Generation(number=2, parent=SnapshotId(1, 20))
+    both = [slot(rank, step) for rank in (0, 1) for step in (10, 20)]
+    inventory = replace(node("a", *both), back=2, generation=began)
+    assert [c.identity.step for c in select([inventory], RootSummary()).found] == [10]
+
+
 def test_the_newest_snapshot_that_every_rank_holds_is_selected_first() -> None:
     inventories = [node("a", slot(0, 10), slot(0, 20)), node("b", slot(1, 10), members=(Member(1, 1),))]
     found = select(inventories, RootSummary(committed=(SnapshotId(1, 5),), prefixes=("step-5",)))
