@@ -28,7 +28,7 @@ def figures(level: str, kind: str, data: np.ndarray) -> np.ndarray:
 
 
 def magnitudes(kind: str, found: np.ndarray) -> list[float]:
-    return largest(np.full(len(found), KINDS[kind], np.uint8), found["top"]).tolist()
+    return [float(one) for one in largest(np.full(len(found), KINDS[kind], np.uint8), found["top"])]
 
 
 def numbers(kind: str, count: int) -> torch.Tensor:
