@@ -11,7 +11,7 @@ export OPENBLAS_NUM_THREADS ?= 1
 # The tests start hundreds of interpreters: each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: fuzz soak help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-trainer test-layouts test-nodes test-mounts test-nfs test-hdfs test-restarts docs changelog hooks test-pythons test-blocks test-frameworks test-hub test-wandb compatibility test-slurm test-torch-versions test-native-sanitized test-native-arm test-poisoned gpu gpu-wheels test-wheel
+.PHONY: fuzz soak help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-trainer test-layouts test-nodes test-mounts test-nfs test-hdfs test-restarts docs changelog hooks test-pythons test-blocks test-frameworks test-hub test-wandb compatibility test-slurm test-torch-versions test-native-sanitized test-native-arm test-poisoned test-device gpu gpu-wheels test-wheel test-programs size simulate mutants
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -36,22 +36,22 @@ demo: setup  ## train 2x2x2 on real text, kill a rank, lose nothing
 
 # Files of the suite in so many processes side by side; many tests wait rather than compute. 1: one after the other.
 WORKERS ?= 2
-# Of each test's cases every sixth in the long suites, others with another K: SHARE=K/6. Nothing: all of them.
+# Of each file of the long suites every sixth case, others with another K: SHARE=K/6. Nothing: all of them.
 SHARE ?=
 SHARED = $(if $(SHARE),--share $(SHARE))
 test: setup  ## run the tests
 	$(BIN)/python -m pytest --workers $(WORKERS)
 
 # Whole jobs on s3://, each once with s3fs as the default client and once with obstore
-S3_JOBS := tests/unit/session/test_wait.py tests/integration/trainer/trainer_start.py tests/unit/bench/test_bench_command.py tests/unit/bench/test_bench_scratch.py
+S3_JOBS := tests/unit/session/test_wait.py tests/integration/trainer/trainer_start.py tests/integration/programs/programs_bench.py tests/unit/bench/test_bench_scratch.py
 test-s3: setup  ## the storage tests against a real S3 server (needs root: installs Ceph radosgw by apt)
 	tests/integration/s3/radosgw.sh install
 	@dir=$$(mktemp -d /var/tmp/flashckpt-s3.XXXXXX); export PYTHON=$(BIN)/python; \
 	trap 'tests/integration/s3/radosgw.sh stop $$dir/rgw; rmdir $$dir' EXIT; \
 	port=$$($(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'); \
 	endpoint=$$(tests/integration/s3/radosgw.sh start $$dir/rgw $$port) || exit 1; echo "radosgw answers at $$endpoint"; \
-	export S3_TEST_ENDPOINT=$$endpoint; $(BIN)/python -m pytest tests/unit/storage/test_store.py tests/unit/storage/test_store_faults.py && \
-	$(BIN)/python -m pytest $(S3_JOBS) -k "s3fs or obstore"
+	export S3_TEST_ENDPOINT=$$endpoint; $(BIN)/python -m pytest $(SHARED) tests/unit/storage/test_store.py tests/unit/storage/test_store_faults.py tests/integration/s3/store_outages.py && \
+	$(BIN)/python -m pytest $(SHARED) $(S3_JOBS) -k "s3fs or obstore"
 
 # A separate venv on top of .venv, and Azurite from npm if npm is there: what is missing is skipped, with the reason.
 CLOUDS := .venv-clouds
@@ -82,7 +82,7 @@ test-frameworks: $(FRAMEWORKS)/.ready  ## optimizers, modules, dtypes, wrappers,
 	$(FRAMEWORKS)/bin/python -m pytest $(SHARED) --workers $(WORKERS) $(FRAMEWORK_TESTS)
 
 test-hub: $(FRAMEWORKS)/.ready  ## models from and to Hugging Face folders: transformers gives the same logits, in one process and in 2x2x2; any tokenizer.json
-	$(FRAMEWORKS)/bin/python -m pytest tests/integration/hub/hub.py tests/unit/trainer/test_trainer_prepare.py tests/unit/trainer/test_trainer_sources.py tests/unit/trainer/test_trainer_evaluation.py
+	$(FRAMEWORKS)/bin/python -m pytest $(SHARED) tests/integration/hub/hub.py tests/unit/trainer/test_trainer_prepare.py tests/unit/trainer/test_trainer_sources.py tests/unit/trainer/test_trainer_evaluation.py
 
 # A separate venv on top of .venv. Nothing is sent anywhere: the runs are offline.
 WANDB := .venv-wandb
@@ -103,6 +103,13 @@ torture: setup  ## kill at random instants for minutes (KILLS=300 SEED=7), prove
 
 soak: setup  ## one job that commits as fast as it can: memory, descriptors, threads, logs and files stay flat (MINUTES=60)
 	PYTHONPATH=tests:. $(BIN)/python tests/crash/soak.py --minutes $(if $(filter file,$(origin MINUTES)),60,$(MINUTES))
+
+# Each run begins with seeds that nobody has tried: a broken rule is reported as a story, with the line that makes it a test.
+simulate: setup  ## the control plane under every failure, on a virtual clock: new seeds for MINUTES=3, or from SEED=7 on
+	PYTHONPATH=tests:. $(BIN)/python -m simulation --minutes $(if $(filter file,$(origin MINUTES)),3,$(MINUTES)) $(if $(SEED),--seed $(SEED))
+
+mutants: setup  ## bugs planted in the product, each in a separate process: which seed of the simulation finds it
+	PYTHONPATH=tests:. $(BIN)/python -m simulation.mutants
 
 SECONDS ?= 10
 fuzz: setup  ## damaged bytes into every decoder, so many seconds each (SECONDS=60 SEED=7 ONLY=manifest)
@@ -132,7 +139,7 @@ test-native-arm: setup  ## the native copy's NEON level in an emulator (gcc-aarc
 	$(BIN)/python -m pytest tests/integration/native/native_arm.py
 
 test-launcher: setup  ## what PyTorch's own launcher tests ask, asked of dlrun; jobs whose ranks, agent or daemon die or hang; attacks on it
-	$(BIN)/python -m pytest $(SHARED) --workers $(WORKERS) tests/integration/launcher/launcher_contract.py tests/integration/launcher/launcher_jobs.py tests/integration/launcher/launcher_poisoned.py tests/integration/launcher/launcher_persister.py tests/integration/launcher/launcher_security.py tests/integration/launcher/launcher_logs.py tests/integration/launcher/launcher_waits.py tests/integration/launcher/launcher_engine.py tests/integration/launcher/launcher_ipv6.py tests/integration/launcher/launcher_readme.py
+	$(BIN)/python -m pytest $(SHARED) --workers $(WORKERS) tests/integration/launcher/launcher_contract.py tests/integration/launcher/launcher_jobs.py tests/integration/launcher/launcher_poisoned.py tests/integration/launcher/launcher_persister.py tests/integration/launcher/launcher_security.py tests/integration/launcher/launcher_logs.py tests/integration/launcher/launcher_waits.py tests/integration/launcher/launcher_engine.py tests/integration/launcher/launcher_ipv6.py tests/integration/launcher/launcher_readme.py tests/integration/launcher/launcher_workers.py tests/integration/launcher/launcher_retries.py tests/integration/launcher/launcher_cut_short.py tests/integration/launcher/launcher_standby.py tests/integration/launcher/launcher_incidents.py
 
 test-trainer: setup  ## whole runs of the trainer that are started, killed, resumed, changed, guarded, evaluated and watched, all that they write, and dry runs against real ranks
 	$(BIN)/python -m pytest $(SHARED) --workers $(WORKERS) tests/integration/trainer/trainer_resume.py tests/integration/trainer/trainer_outputs.py tests/integration/trainer/trainer_data.py tests/integration/trainer/trainer_reaching.py tests/integration/trainer/trainer_guard.py tests/integration/trainer/trainer_start.py tests/integration/trainer/trainer_rehearsal.py tests/integration/trainer/trainer_scores.py tests/integration/trainer/trainer_samples.py tests/integration/trainer/trainer_generate.py tests/integration/trainer/trainer_display.py tests/integration/trainer/trainer_dry_run.py tests/integration/trainer/trainer_optimizers.py tests/integration/trainer/trainer_phases.py
@@ -140,8 +147,17 @@ test-trainer: setup  ## whole runs of the trainer that are started, killed, resu
 test-layouts: setup  ## every layout trains and scores as one process does, and continues in each of a dozen others: same bits, same losses
 	$(BIN)/python -m pytest $(SHARED) tests/integration/layouts/layouts.py tests/integration/layouts/layouts_parity.py tests/integration/layouts/layouts_evaluate.py tests/integration/layouts/layouts_documents.py tests/integration/layouts/layouts_batches.py tests/integration/layouts/layouts_scores.py tests/integration/layouts/layouts_switches.py tests/integration/layouts/layouts_compile.py tests/integration/layouts/layouts_optimizers.py tests/integration/layouts/layouts_context.py tests/integration/layouts/layouts_experts.py tests/integration/layouts/layouts_groups.py
 
+PROGRAM_TESTS := $(addprefix tests/integration/programs/programs_,$(addsuffix .py,examples benchmarks bench dlrover packaging pages plugins)) tests/integration/s3/daemon_s3.py tests/integration/s3/store_outages.py
+test-programs: setup  ## what a user installs and starts: examples, plug-ins, the wheel's content, benchmarks; a daemon whose S3 server fails
+	$(BIN)/python -m pytest $(SHARED) --workers $(WORKERS) $(PROGRAM_TESTS)
+
+# The waits alone, which prints the list of them; in workers' output it would be lost.
+test-device: setup  ## the path through an accelerator, on one that is emulated: each wait left out is found; kills, failures, DDP, FSDP2 (a C++ compiler)
+	$(BIN)/python -m pytest -rP $(SHARED) tests/integration/device/device_controls.py tests/integration/device/device_model.py
+	$(BIN)/python -m pytest $(SHARED) --workers $(WORKERS) tests/integration/device/device_jobs.py tests/integration/device/device_failures.py tests/integration/device/device_standby.py
+
 test-nodes: setup  ## many nodes as network namespaces: dead nodes, cut links, stops (root)
-	$(BIN)/python -m pytest tests/integration/nodes/nodes.py tests/integration/nodes/nodes_trainer.py tests/integration/nodes/nodes_restore.py tests/integration/nodes/nodes_replicas.py tests/integration/nodes/nodes_benchmarks.py
+	$(BIN)/python -m pytest $(SHARED) tests/integration/nodes/nodes.py tests/integration/nodes/nodes_trainer.py tests/integration/nodes/nodes_restore.py tests/integration/nodes/nodes_replicas.py tests/integration/nodes/nodes_benchmarks.py tests/integration/nodes/nodes_incidents.py
 
 test-mounts: setup  ## real file systems that fill up or turn read-only under a running job (root)
 	$(BIN)/python -m pytest tests/integration/mounts/mounts.py
@@ -175,7 +191,7 @@ test-torch-versions: setup  ## other releases of torch, each in a separate envir
 	$(BIN)/python tests/integration/torch_versions/versions.py --write $(RELEASES)
 
 test-restarts: setup  ## 50 kills in a row (KILLS=50), then SIGTERM at random instants of a 2x2x2 run (STOPS=20 SEED=7)
-	DLRUN_TEST_KILLS=$(if $(filter file,$(origin KILLS)),50,$(KILLS)) $(BIN)/python -m pytest tests/integration/launcher/test_dlrun.py -k five_times
+	DLRUN_TEST_KILLS=$(if $(filter file,$(origin KILLS)),50,$(KILLS)) $(BIN)/python -m pytest tests/integration/launcher/launcher_workers.py -k five_times
 	PYTHONPATH=tests:. $(BIN)/python tests/crash/stops.py --stops $(or $(STOPS),20) $(if $(SEED),--seed $(SEED))
 
 # Nothing is set up: the machine's own Python and torch, the wheels that were carried along, and the working tree.
@@ -218,6 +234,10 @@ check: setup  ## ruff, mypy, codespell
 	$(BIN)/codespell
 	$(BIN)/validate-pyproject pyproject.toml >/dev/null
 	$(BIN)/python -m mkdocs build --strict 2>&1 | { ! grep -E "WARNING|ERROR|Aborted"; }
+
+COMMIT ?=
+size: setup  ## lines, modules, imports, calls and words of the product in one table, beside those of an older commit (COMMIT=43fae85)
+	$(BIN)/python tools/size.py $(COMMIT)
 
 clean:  ## remove .venv and everything that was generated
 	rm -rf $(VENV) .venv-clouds .venv-frameworks .venv-wandb .venv-versions .gpu-wheels .hadoop-jars build dist *.egg-info out

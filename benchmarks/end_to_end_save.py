@@ -68,7 +68,7 @@ class Trainer:
 
     def next_step(self) -> tuple[int, str]:
         """The step that is saved next, and the file that makes it a checkpoint."""
-        from flashckpt.checkpoint.writer import MANIFEST, prefix_of
+        from flashckpt.checkpoint.root_records import MANIFEST, prefix_of
 
         self.step += 1
         return self.step, str(self.root / prefix_of(self.generation, self.step) / MANIFEST)

@@ -29,11 +29,13 @@ def main() -> None:
             torch.cuda.synchronize()
         marks[name] = time.time()
 
-    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+    device = torch.device("cpu") if options.device == "cpu" else torch.device(options.device, 0)
     torch.zeros(1, device=device)  # the first use of a device makes its context
     mark("context")
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    dist.all_reduce(torch.ones(1, device=device))  # the first collective makes the communicator
+    dist.all_reduce(
+        torch.ones(1, device=device if device.type == "cuda" else "cpu")
+    )  # the first collective makes the communicator
     mark("group")
     from flashckpt import Checkpointer
 

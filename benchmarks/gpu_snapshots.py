@@ -112,12 +112,15 @@ def run(options: argparse.Namespace, folder: Path) -> None:
         except Exception as error:  # noqa: BLE001 -- the other methods are still worth having
             left_out[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
     about = {"nbytes": loop.nbytes, "tensors": len(loop.state()), "micro_batches": loop.micro, "left_out": left_out}
-    about["ready_s"] = getattr(cases.get("flashckpt"), "ready_s", None)
+    about |= {name: getattr(cases.get("flashckpt"), name, None) or 0.0 for name in ("ready_s", "reserving_lost_s")}
 
     def save(series: dict[str, list[dict[str, float]]]) -> None:
         lines = [
-            f"{loop.nbytes / 1e9:.2f} GB in {about['tensors']} tensors; memory ready after {about['ready_s'] or 0:.1f} s"
+            f"{loop.nbytes / 1e9:.2f} GB in {about['tensors']} tensors; first slot ready after {about['ready_s']:.1f} s"
         ]
+        lines.append(
+            f"training lost {about['reserving_lost_s']:.2f} s, once, while the slots were reserved and page-locked"
+        )
         lines += [row(name, one, loop.nbytes) for name, one in series.items()]
         lines += [f"{name}: left out: {why}" for name, why in left_out.items()]
         arguments = {"gb": options.gb, "device": options.device, "step_s": options.step_s, "slots": options.slots}

@@ -29,8 +29,8 @@ import numpy as np
 
 from flashckpt.checkpoint.indexes import put_indexes
 from flashckpt.checkpoint.intents import Proposals, read_intents
-from flashckpt.checkpoint.root_records import IN_FLIGHT
-from flashckpt.checkpoint.writer import MANIFEST, commit, prefix_of
+from flashckpt.checkpoint.root_records import IN_FLIGHT, MANIFEST, prefix_of
+from flashckpt.checkpoint.writer import commit
 from flashckpt.core.intent import NodeProposal
 from flashckpt.core.lineage import SlotRecord, common
 from flashckpt.core.manifest import Manifest, decode_manifest

@@ -19,12 +19,13 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from training_loop import Blocking, Case, Loop, WarmCopy
 
 from flashckpt import Checkpointer
-from flashckpt.checkpoint.writer import MANIFEST, prefix_of
-from flashckpt.restore.destinations import Destinations, address_of
+from flashckpt.checkpoint.root_records import MANIFEST, prefix_of
+from flashckpt.restore.destinations import Destinations
 from flashckpt.restore.executor import execute_table
 from flashckpt.restore.sources import MemorySource
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Segment
+from flashckpt.shm.segment_file import address_of
 
 PERSIST_EVERY = 1_000_000
 """Steps that divide by it are persisted; a round may count up to the next one."""

@@ -168,6 +168,13 @@ class Environment:
         "/dev/shm",  # noqa: S108 -- tmpfs on purpose
         kind="a folder",
     )
+    FLASHCKPT_LOCKED_MB = _number(
+        "rank",
+        "Most MB that a rank page-locks for its slots; larger ones are filled through four blocks of 16 MiB. Not set: a "
+        "quarter of the machine's memory, shared by its ranks.",
+        None,
+        0,
+    )
     FLASHCKPT_JOB_ID = _matching(
         "rank",
         "Name of the job, by which a restart finds its memory; dlrun sets it to `--rdzv-id` where that is given.",
@@ -220,6 +227,9 @@ class Environment:
         "What copies and digests memory, of those that this machine has; the best one if not set.",
         "",
         _COPIES,
+    )
+    FLASHCKPT_KERNEL_LOG = _text(
+        "dlrun", "The kernel's log, read for the report of an incident.", "/dev/kmsg", kind="a file"
     )
     FLASHCKPT_LOGLEVEL = _choice("dlrun", "Lines of dlrun that are shown.", "INFO", _LOG_LEVELS)
     FLASHCKPT_WAIT_FLUSH = _switch("dlrun", "Exit only when the newest snapshot is persisted, as it does as PID 1.")

@@ -55,6 +55,10 @@ CRASH_POINTS: dict[str, str] = {
     # generation claim
     "generation.before-claim": "number chosen, nothing written",
     "generation.after-claim": "number claimed on the root, not known to the node",
+    # dlrun's agent: ranks from standby processes
+    "standby.before-go": "standby processes were asked and have answered, none of them is a rank",
+    "standby.after-go": "standby processes run the script, their agent has not noted them as its workers",
+    "incident.before-rename": "report of an incident written, not under its name",
     # daemon
     "persist.before-intent": "candidate pinned, intent not written",
     "persist.after-intent": "intent written, no data",
@@ -69,6 +73,7 @@ CRASH_POINTS: dict[str, str] = {
     "persist.before-tombstone": "catalogue entry of an old checkpoint deleted, its MANIFEST still there",
     "persist.during-prune": "MANIFEST of an old checkpoint deleted, its data still there",
     "persist.after-prune": "data of an old checkpoint deleted, not yet noted in the catalogue",
+    "history.before-put": "the record of the session not yet in place of the one before",
     # room on a root that is full
     "room.after-abandoned": "data of abandoned snapshots deleted, not yet noted in the catalogue",
     "room.before-retry": "room made, the pack that did not fit not yet written again",

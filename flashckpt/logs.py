@@ -13,7 +13,7 @@ from typing import Any
 
 from flashckpt.environment import env
 from flashckpt.errors import ConfigError, FlashckptError, ObjectStateError
-from flashckpt.printable import PrintableFormatter
+from flashckpt.printable import printable
 
 
 class GuardedLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # not generic at run time before Python 3.11
@@ -30,6 +30,15 @@ class GuardedLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # not gen
     def exception(self, msg: object, *args: object, exc_info: Any = True, **kwargs: Any) -> None:
         """Log an error with the traceback of the exception that is being handled."""
         self.log(logging.ERROR, msg, *args, exc_info=exc_info, **kwargs)
+
+
+class PrintableFormatter(logging.Formatter):
+    """Escapes unprintable characters in log messages: names of tensors, paths, texts of a storage server."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 -- of the standard library
+        """Format as the base class does; an appended traceback stays unescaped."""
+        text = super().formatMessage(record)
+        return text if text.isprintable() else printable(text, keep="\n\t")
 
 
 class _StandardError(logging.Handler):

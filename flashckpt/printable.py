@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -61,11 +60,3 @@ def to_json(value: Any, *, indent: int | None = None) -> str:
 def counted(number: int, noun: str) -> str:
     """Return "1 shard", "2 shards"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-class PrintableFormatter(logging.Formatter):
-    """Escapes unprintable characters in log messages: names of tensors, paths, texts of a storage server."""
-
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 -- of the standard library
-        """Format as the base class does; an appended traceback stays unescaped."""
-        return printable(super().formatMessage(record), keep="\n\t")

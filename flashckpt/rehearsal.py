@@ -33,8 +33,8 @@ def unsupported() -> str:
     """Return why nothing can be rehearsed here, or ""."""
     if not torch.__version__.startswith(VERSIONS):
         return f"torch {torch.__version__} is not known to it ({', '.join(f'{v}x' for v in VERSIONS)} is)"
-    if torch.cuda.is_available():
-        return "there is a GPU: backward would start threads"
+    if torch.accelerator.is_available():
+        return "there is an accelerator: backward would start threads"
     return ""
 
 

@@ -10,6 +10,12 @@ UNWEIGHTED = (
 )
 """A warning of a loop that takes the plain mean of a batch that does not divide."""
 
+LEFT_OUT = (
+    "the loop took %d samples since its last step, over all replicas, and commits %d. If it leaves out a batch without a "
+    "step (a loss that is not finite), a restart trains its last samples once more: call sampler.commit(%d) where it does so"
+)
+"""A warning of a loop that took more than it commits, in one step after some that did not."""
+
 
 def assumed(world: int) -> LayoutError:
     """A sampler without a place among several ranks, which nothing has confirmed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from dataclasses import dataclass
@@ -10,10 +11,13 @@ from flashckpt.sampler import errors
 from flashckpt.sampler.iterator import ElasticIterator, EpochWalk
 from flashckpt.sampler.place import Place
 
+_log = logging.getLogger("flashckpt")
 _RISES_IN_A_ROW, _RISES_BY_HAND = 2, 8
 """Steps that take too much, one after another, which are an error: what is drawn by hand may be fetched ahead, at any pace."""
 _RISES, _MOST_BATCHES = 3, 16
 """The same of steps that take too much now and then: how many of them, and how far the loop is ahead by then."""
+_LEVEL = 3
+"""Steps with one lead after which a loop that fetches ahead is as far ahead as it will be: a rise is a step left out."""
 
 
 @dataclass(slots=True)
@@ -33,6 +37,8 @@ class LeadWatch:
     at_once: bool = False
     rises: int = 0
     in_a_row: int = 0
+    level: int = 0
+    leaves_out: bool = False
 
     def grows(self, lead: int, *, taken: int, unit: int, by_hand: bool) -> bool:
         """Note another commit; whether the loop takes more than it commits.
@@ -47,6 +53,8 @@ class LeadWatch:
         if self.high is None:
             self.first, self.at_once = lead, rises
         self.high = lead if rises or self.high is None else self.high
+        self.leaves_out = rises and not by_hand and self.level >= _LEVEL
+        self.level = self.level + 1 if lead == self.high and not rises else 0
         self.rises += rises
         self.in_a_row = (self.in_a_row if by_hand or taken == self.taken else 0) + 1 if rises else 0
         self.lead, self.taken = lead, taken
@@ -68,6 +76,7 @@ class Iterations:
     def __init__(self) -> None:
         self.latest: EpochWalk | None = None
         self.ended: EpochWalk | None = None
+        self._is_reported = False
         self._dropped = (-1, -1)
         self._known: list[tuple[weakref.ref[ElasticIterator], EpochWalk, LeadWatch]] = []
 
@@ -147,6 +156,9 @@ class Iterations:
         unit = max(sizes) if len(sizes) > 1 else min(count, drawing.batch * sampler.dp_size or count)
         if pace.grows(lead, taken=taken, unit=unit, by_hand=not drawing.is_loader):
             raise errors.too_few(taken, count, lead=lead)
+        if pace.leaves_out and not self._is_reported:
+            self._is_reported = True
+            _log.warning(errors.LEFT_OUT, taken, count, taken - count)
 
     def _drawn(self) -> list[tuple[EpochWalk, LeadWatch]]:
         """Return those that the program has taken from since this was last asked for."""

@@ -78,7 +78,6 @@ def copied_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     return str(request.param)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _no_interpreter_is_left() -> Iterator[None]:
-    yield
+def pytest_sessionfinish() -> None:
+    """Not a fixture of the session: a worker makes those anew for each file, and this interpreter takes seconds."""
     warm.stop()

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the drawing of rooms in ARCHITECTURE.md from the tree: floors, sizes, and the first sentence of each `__init__`.
+"""Write the drawing of rooms in ARCHITECTURE.md from the tree: floors, and the first sentence of each `__init__`.
 
 A room is a folder of modules. An `__init__` that takes public names from the rooms below it counts as a separate room, above them.
 `tests/project/test_rooms.py` holds the walls between rooms with the same graph.
@@ -136,18 +136,11 @@ def floors(graph: Mapping[str, Collection[str]]) -> dict[str, int]:
 def drawing(root: Path = ROOT) -> str:
     """Return the lines of the block in ARCHITECTURE.md, the highest floor first."""
     files = modules(root)
-    room, graph = rooms(files, root), room_graph(files, arrows(files), root)
+    graph = room_graph(files, arrows(files), root)
     floor = floors(graph)
     width = max(map(len, graph))
-    lines = [f"floor {'room':{width - 3}} mods kloc"]
-    for name in sorted(graph, key=lambda one: (-floor[one], one)):
-        mine = [path for module, path in files.items() if room[module] == name and path.suffix == ".py"]
-        purpose = _purpose(name, root)
-        if purpose and mine:
-            size = sum(path.read_bytes().count(b"\n") for path in mine) / 1000
-            count = len([path for path in mine if path.stem != "__init__"]) or 1
-            lines.append(f"{floor[name]:>2} {name:{width}} {count:>4} {size:>4.1f}  {purpose}")
-    return "\n".join(lines) + "\n"
+    rows = [(floor[name], name, _purpose(name, root)) for name in sorted(graph, key=lambda one: (-floor[one], one))]
+    return "floor room\n" + "".join(f"{row[0]:>2} {row[1]:{width}}  {row[2]}\n" for row in rows if row[2])
 
 
 def _purpose(name: str, root: Path) -> str:

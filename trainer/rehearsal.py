@@ -72,8 +72,8 @@ def ranks_of_node(layout: Layout, first: int, count: int) -> list[int]:
 
 
 def _unsuitable(config: RunConfig, layout: Layout) -> str:
-    if config.train.device == "cuda":
-        return "train.device = cuda"
+    if config.train.device not in ("auto", "cpu"):
+        return f"train.device = {config.train.device}"
     if layout.tp == 1:
         return "without tensor parallelism there is little to plan"
     if config.parallel.loss_parallel and layout.pp > 1:

@@ -28,20 +28,22 @@ from torch.distributed.elastic.multiprocessing import PContext, SignalException,
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
+    RendezvousConnectionError,
     RendezvousError,
     RendezvousTimeoutError,
 )
 
 from flashckpt.daemon.launcher import findings, hang, job_secret, node_check
-from flashckpt.daemon.launcher.budget import REFILL_S, Budget, Verdict
+from flashckpt.daemon.launcher.budget import REFILL_S, Budget, RestartDecision
 from flashckpt.daemon.launcher.context import GroupStart, WorkerContext, make_context, script_commands
 from flashckpt.daemon.launcher.elastic_compat import raise_signal, replaced
 from flashckpt.daemon.launcher.failure import FailureReport, is_of_stop, is_wrong_command
 from flashckpt.daemon.launcher.hang import Pace
+from flashckpt.daemon.launcher.incidents import Incidents
 from flashckpt.daemon.launcher.node_check import Check
 from flashckpt.daemon.launcher.options import AgentOptions, LaunchOutcome, RefusedError
 from flashckpt.daemon.launcher.rendezvous import OneNode
-from flashckpt.daemon.launcher.reporting import FailureReporter
+from flashckpt.daemon.launcher.reporting import FailureReporter, hang_states
 from flashckpt.daemon.launcher.rounds import FreshStoreRendezvous
 from flashckpt.daemon.launcher.stop import AgreedStop, Group, KeyValueStore, StopSignals
 from flashckpt.daemon.launcher.watch import JobWatch
@@ -49,13 +51,14 @@ from flashckpt.daemon.launcher.way_back import has_older, way_back
 from flashckpt.daemon.machine.process import become_subreaper
 from flashckpt.daemon.zygote.client import ZygoteClient
 from flashckpt.environment import env
-from flashckpt.errors import FINAL_CODES, PASSING_CODES, LayoutError
+from flashckpt.errors import FINAL_CODES, PASSING_CODES, FlashckptError, LayoutError
 from flashckpt.shm import agent_folder, job_key
 from flashckpt.shm.control import ControlRow
 
 _log = logging.getLogger("flashckpt.dlrun")
 _TICK_S = 0.2
 _SIGNAL_S = 1.0  # within it the other processes of a job have the signal that one has
+_LEAVE_S = 0.2  # for the stacks of ranks that are restarted with other nodes
 _CAUSE_S = 8.0  # longer than a silent node counts as alive under the default settings
 _ON_LOOPBACK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -103,6 +106,7 @@ class DlrunAgent(LocalElasticAgent):
             agent_folder.write_key(self._watch.agent_dir, key)
         self._stop = AgreedStop(self._watch, self._options.grace_s)
         self._reporter = FailureReporter(self._watch, self._options.ledger)
+        self._incidents = Incidents(self._watch)
         self._signals.install()
         try:
             # torch returns None for a node that was never needed (more joined than --nnodes allows)
@@ -112,7 +116,12 @@ class DlrunAgent(LocalElasticAgent):
             if self._ended:
                 self._watch.request("ended")
                 self._outcome.unpersisted = self._watch.unpersisted()
+                if self._outcome.unpersisted is not None:
+                    self._incidents.ends_without_checkpoint(self._outcome.unpersisted.found)
             return result
+        except RendezvousConnectionError:
+            self._incidents.store_lost(self._options.endpoint, self._others(self._worker_group))
+            raise
         except SignalException:
             self._outcome.resume = self._watch.control() is not None  # a flashckpt job: its state is kept
             raise
@@ -120,6 +129,7 @@ class DlrunAgent(LocalElasticAgent):
             if self._outcome.resume or sys.exc_info()[0] is not None:
                 self._watch.request("persist-now")
             self._reporter.finish("ended")
+            self._incidents.close()
             self._zygote.close()
             if self._options.wait_flush and not self._ended:
                 _log.info("waiting for the daemon to persist the newest snapshot")
@@ -174,6 +184,7 @@ class DlrunAgent(LocalElasticAgent):
     def _tick(self, context: PContext) -> RunResult | None:
         """Do what is due several times a second; returns a result if the ranks hang."""
         self._watch.tick()
+        self._incidents.tick(self._others(self._worker_group))
         if isinstance(context, WorkerContext):
             self._watch.reap({*context.pids().values(), *self._zygote.pids})
         rows = self._rows()
@@ -185,7 +196,10 @@ class DlrunAgent(LocalElasticAgent):
         if not rows:
             return None
         self._pace.see(time.monotonic(), max(row.step for row in rows))
-        if any(row.first_step for row in rows):
+        if self._options.standbys:
+            if self._has_begun(rows) and not self._stop.is_under_way:
+                context.keep_standbys(self._watch.agent_dir)
+        elif any(row.first_step for row in rows):
             context.rehearse(self._options.warm)
         self._reporter.tick(rows)
         limit_s = hang.timeout_s(self._pace.step_s, self._options.hang_s)
@@ -229,9 +243,13 @@ class DlrunAgent(LocalElasticAgent):
         """Restart with the nodes that wait: new ones, or some of this round that saw a failure before the ranks here did."""
         _log.info("other nodes are waiting to join: restarting the workers with them")
         others = self._others(group)
+        if isinstance(context := self._pcontext, WorkerContext):
+            rows = self._rows()
+            self._incidents.leaves(hang_states(self._watch, context.pids(), self._beats(rows), _LEAVE_S), rows)
+            self._incidents.send(others, restarts=True, decision="")
         self._starts += 1
         self._back = 0
-        self._restart_workers(group)
+        self._restart_judged(group, others)
         if others is not None and (why := findings.why_left(others.store, self._stores.lost_since_the_round_before())):
             _log.error("%s", why)
 
@@ -316,6 +334,7 @@ class DlrunAgent(LocalElasticAgent):
             args,
             scripts=scripts,
             survivors_s=self._options.survivors_s,
+            standbys=self._options.standbys,
             zygote=self._zygote,
             **rest,
         )
@@ -345,18 +364,22 @@ class DlrunAgent(LocalElasticAgent):
                 self._reporter.stopped_by(number := self._signals.received[0], report)
                 self._watch.request("persist-now")
                 raise_signal(number)
-        verdict = self._judge(report)
-        action = verdict.reason
+        decided = self._judge(report)
+        action = decided.reason
         if report is not None:
             _log.error("%s", report.render(action))
         elif hung:
             _log.error("%s\n  -> %s", self._outcome.hang, action)
         self._watch.request("persist-now")
-        if not verdict.restart:
-            self._outcome.repeats = action if verdict.repeats else ""
-            if verdict.repeats and report is not None:
+        if report is not None and isinstance(context, WorkerContext):
+            self._incidents.failed(context, self._rows(), report)
+        self._incidents.send(others, restarts=decided.restart, decision=action)
+        if not decided.restart:
+            self._outcome.repeats = action if decided.repeats else ""
+            if decided.repeats and report is not None:
                 self._outcome.remedy = way_back(self._watch.job, report.step)
             self._stop_workers(group)
+            self._conclude(others, restarts=False)
             if others is not None and not self._knows_cause:
                 lost = findings.await_cause(others.store, self._stores.lost_in_this_round, timeout_s=_CAUSE_S)
                 self._outcome.elsewhere = self._name_cause(others.store, lost)
@@ -368,12 +391,40 @@ class DlrunAgent(LocalElasticAgent):
         self._remaining_restarts = self._budget.left
         self._failures += 1
         self._starts += 1
-        self._back = verdict.back
-        time.sleep(verdict.pause_s)  # a stop signal ends it, as it ends a rendezvous
-        self._restart_workers(group)
+        self._back = decided.back
+        time.sleep(decided.pause_s)  # a stop signal ends it, as it ends a rendezvous
+        self._restart_judged(group, others)
         if others is not None:
             self._name_cause(others.store, self._stores.lost_since_the_round_before())
         return True
+
+    def _restart_judged(self, group: WorkerGroup, others: Group | None) -> None:
+        """Restart, and have the incident judged: once it is known which nodes continue, or that none does."""
+        if others is None:
+            self._conclude(None, restarts=True)
+            self._restart_workers(group)
+            return
+        try:
+            self._restart_workers(group)
+        except RendezvousConnectionError:
+            raise  # there is no store to read accounts from; see run
+        except (RendezvousError, FlashckptError):
+            self._conclude(others, restarts=False)
+            raise
+        self._conclude(others, restarts=True)
+
+    def _conclude(self, others: Group | None, *, restarts: bool) -> None:
+        lost = (
+            {}
+            if others is None
+            else self._stores.lost_since_the_round_before()
+            if restarts
+            else self._stores.lost_in_this_round()
+        )
+        self._incidents.conclude(
+            others, lost, restarts=restarts, silent_s=lambda node: self._stores.silent_s(node, before=restarts)
+        )
+        self._incidents.starts = self._starts
 
     def _name_cause(self, store: KeyValueStore, lost: Mapping[int, str]) -> str:
         """Report what ended the generation if it was not on this node: a lost machine, or a rank elsewhere."""
@@ -403,35 +454,37 @@ class DlrunAgent(LocalElasticAgent):
         notes.refuse(int(size or 0))
         return True
 
-    def _judge(self, report: FailureReport | None) -> Verdict:
+    def _judge(self, report: FailureReport | None) -> RestartDecision:
         if self._stop.is_under_way:
-            return Verdict(restart=False, reason="not restarting: the job was asked to stop")
+            return RestartDecision(restart=False, reason="not restarting: the job was asked to stop")
         if self._remaining_restarts < self._budget.left:  # torch sets them to 0 when a process cannot be killed
-            return Verdict(
+            return RestartDecision(
                 restart=False, reason="not restarting: a rank is stuck in the kernel and still holds its device"
             )
         if refused := self._refused(report):
             if self._may_fit_again(refused):
-                return Verdict(
+                return RestartDecision(
                     restart=True,
                     reason="restarting: nodes were lost or joined, and the layout does not fit those there are",
                 )
             self._outcome.refused = refused
             if self._stores.notes is not None:
                 self._stores.notes.end(refused)
-            return Verdict(restart=False, reason=f"not restarting: the error of exit code {refused} is permanent")
+            return RestartDecision(
+                restart=False, reason=f"not restarting: the error of exit code {refused} is permanent"
+            )
         ran_s = time.monotonic() - self._started_s
         if report is None:
-            verdict, step = self._budget.spend(fingerprint="", step=self._pace.highest, ran_s=ran_s), self._pace.highest
-            again = bool(self._outcome.hang) and self._budget.hangs_again(step) and verdict.restart
-            return (self._further_back("hang", step) if again else None) or verdict
+            decided, step = self._budget.spend(fingerprint="", step=self._pace.highest, ran_s=ran_s), self._pace.highest
+            again = bool(self._outcome.hang) and self._budget.hangs_again(step) and decided.restart
+            return (self._further_back("hang", step) if again else None) or decided
         may_pass, step = report.first.may_pass, report.step
         self._outcome.passing = report.first.code if report.first.code in PASSING_CODES else 0
-        verdict = self._budget.spend(fingerprint=report.fingerprint, step=step, ran_s=ran_s, may_pass=may_pass)
-        return (self._further_back(report.fingerprint, step) if verdict.repeats else None) or verdict
+        decided = self._budget.spend(fingerprint=report.fingerprint, step=step, ran_s=ran_s, may_pass=may_pass)
+        return (self._further_back(report.fingerprint, step) if decided.repeats else None) or decided
 
-    def _further_back(self, fingerprint: str, step: int) -> Verdict | None:
-        """Return the verdict to try an older state after the same failure; None where that may not be, or there is none."""
+    def _further_back(self, fingerprint: str, step: int) -> RestartDecision | None:
+        """Return the decision to try an older state after the same failure; None where that may not be, or there is none."""
         if step < 0 or not self._options.escalate or not has_older(self._watch.job):
             return None
         return self._budget.go_back(fingerprint=fingerprint, step=step, limit=self._options.escalate)
@@ -442,6 +495,7 @@ class DlrunAgent(LocalElasticAgent):
         suspect = self._reporter.hang(context, self._beats(rows), stall, restart=self._starts + 1, others=others)
         self._knows_cause = suspect.known
         self._outcome.hang = suspect.text
+        self._incidents.hangs(suspect.states, rows, suspect.rank if suspect.known else -1, suspect.text)
         worker = next(worker for worker in self._worker_group.workers if worker.global_rank == suspect.rank)
         failed = ProcessFailure(
             local_rank=worker.local_rank, pid=int(worker.id), exitcode=-signal.SIGKILL, error_file=""

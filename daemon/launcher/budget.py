@@ -17,7 +17,7 @@ LONGEST_PAUSE_S = 15.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class RestartDecision:
     """Whether to restart, `pause_s` from now; `reason` is for the user, `repeats` says that the script keeps failing at one step.
 
     `back` above 0: from a state older than the one before, from 2 on from a checkpoint.
@@ -50,7 +50,7 @@ class Budget:
         self._back: dict[tuple[str, int], int] = {}
         self._hung = -1
 
-    def spend(self, *, fingerprint: str, step: int, ran_s: float = 0.0, may_pass: bool = False) -> Verdict:
+    def spend(self, *, fingerprint: str, step: int, ran_s: float = 0.0, may_pass: bool = False) -> RestartDecision:
         """Record one failure and decide whether to restart.
 
         Args:
@@ -65,7 +65,7 @@ class Budget:
         this = (fingerprint, step)
         if fingerprint and this == self._last and (counted or not (self._chosen or rested)):
             where = f"at step {step}" if counted else "before any progress"
-            return Verdict(
+            return RestartDecision(
                 restart=False,
                 repeats=True,
                 reason=f"not restarting: the script failed with the same error {where} twice{self._tried(this)}",
@@ -76,23 +76,23 @@ class Budget:
         if refilled:
             self.left = self.limit
         if self.left == 0:
-            return Verdict(restart=False, reason=self._spent())
+            return RestartDecision(restart=False, reason=self._spent())
         self.left -= 1
         again = f" (the budget was refilled to {self.limit}: the job had made progress)" if refilled else ""
         left = f"{self.left} of {self.limit} restarts are left{again}"
         pause_s = max(0.0, min(2.0 ** (self._passing - 1), LONGEST_PAUSE_S) - ran_s) if may_pass else 0.0
         when = f" in {pause_s:.0f} s" if pause_s >= 0.5 else ""
         why = ", since this may pass" if may_pass else ""
-        return Verdict(restart=True, reason=f"restarting all workers{when}{why}, {left}", pause_s=pause_s)
+        return RestartDecision(restart=True, reason=f"restarting all workers{when}{why}, {left}", pause_s=pause_s)
 
-    def go_back(self, *, fingerprint: str, step: int, limit: int) -> Verdict | None:
-        """Return the verdict to try one state further back after the same failure at the same step; None after `limit` times."""
+    def go_back(self, *, fingerprint: str, step: int, limit: int) -> RestartDecision | None:
+        """Return the decision to try one state further back after the same failure at the same step; None after `limit` times."""
         taken = self._back.get((fingerprint, step), 0)
         if taken >= limit:
             return None
         self._back[fingerprint, step] = taken + 1
         why = f"the same failure at step {step} again: the state may be bad, so restarting from one state further back"
-        return Verdict(restart=True, back=taken + 1, reason=f"{why} ({taken + 1} of {limit}, --escalate)")
+        return RestartDecision(restart=True, back=taken + 1, reason=f"{why} ({taken + 1} of {limit}, --escalate)")
 
     def _tried(self, this: tuple[str, int]) -> str:
         count = self._back.get(this, 0)

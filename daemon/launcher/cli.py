@@ -27,8 +27,8 @@ from flashckpt.daemon.zygote import server
 from flashckpt.daemon.zygote.rehearse import check_target
 from flashckpt.environment import env
 from flashckpt.errors import RESUME_EXIT_CODE, ConfigError, FlashckptError
+from flashckpt.logs import PrintableFormatter
 from flashckpt.nonfatal import log_stream, report_lost
-from flashckpt.printable import PrintableFormatter
 from flashckpt.streams import fill_closed
 
 if TYPE_CHECKING:
@@ -80,6 +80,11 @@ OPTIONS: tuple[tuple[str, Any, str], ...] = (
         "warm",
         "",
         "MODULE:FUNCTION that rehearses a step in the process that forks restarted workers; none: no rehearsal.",
+    ),
+    (
+        "standby",
+        0,
+        "Spare processes per node that make a context of their device ahead of a restart (0.5 GB of its memory each).",
     ),
 )
 """dlrun's own options: name, default (False: a switch; None: learnt from the run), help. Each is also PET_<NAME>."""
@@ -152,6 +157,7 @@ def run(args: argparse.Namespace, zygote: ZygoteClient | None = None) -> LaunchO
     options = AgentOptions(
         job=args.rdzv_id if named else "",
         restarts_chosen=args.max_restarts is not None,
+        endpoint=config.rdzv_endpoint,
         survivors_s=timeout,
         grace_s=args.grace_timeout,
         ledger=args.ledger,
@@ -163,6 +169,7 @@ def run(args: argparse.Namespace, zygote: ZygoteClient | None = None) -> LaunchO
         min_nodes=config.min_nodes,
         node_unit=_node_unit(args, config.min_nodes, config.max_nodes),
         warm=check_target(args.warm),
+        standbys=_standbys(args),
     )
     zygote = zygote or ZygoteClient(disabled=_unfit_command(args))
     zygote.prepare()
@@ -204,6 +211,25 @@ def _node_unit(args: argparse.Namespace, min_nodes: int, max_nodes: int) -> int:
             expected=f"a minimum and a maximum that are multiples of {max(1, unit)}",
         )
     return unit
+
+
+def _standbys(args: argparse.Namespace) -> int:
+    """Return --standby; one line says that there will be some.
+
+    Raises:
+        ConfigError: It is negative, or does not go with another option.
+    """
+    count, against = int(args.standby), _unfit_command(args) or (args.warm and f"--warm={args.warm}")
+    if count < 0 or (count and against):
+        raise ConfigError(
+            "--standby cannot be used",
+            found=f"--standby={count}" + (f", {against}" if against else ""),
+            expected="a number from 0 on, ranks that dlrun forks, and no --warm: a process with a context is not forked",
+            state="Nothing was started.",
+        )
+    if count:
+        _log.info("once the ranks train, up to %d standby processes make their contexts for the next restart", count)
+    return count
 
 
 def _quicker(args: argparse.Namespace) -> str:

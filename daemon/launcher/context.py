@@ -19,7 +19,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import PContext, RunProcsResult
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from flashckpt.daemon.launcher import job_secret, spawn_main
+from flashckpt.daemon.launcher import hang, job_secret, spawn_main
 from flashckpt.daemon.launcher.failure import WorkerExit, first_failure, read_error
 from flashckpt.daemon.launcher.log_folders import logs_elsewhere, opened
 from flashckpt.daemon.launcher.watch import JobWatch
@@ -39,6 +39,7 @@ from flashckpt.shm import agent_folder
 _log = logging.getLogger("flashckpt.dlrun")
 _SETTLE_S = 0.25
 _KILL_WAIT_S = 30.0
+_STACKS_S = 0.1  # ranks answer within a few milliseconds, and a restart waits for them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +70,7 @@ class WorkerContext(PContext):
         scripts: Per local rank, what a forked worker runs; None spawns `entrypoint` with `args`.
         survivors_s: Seconds between SIGTERM and SIGKILL for the ranks left after a failure; 0 kills at once.
         cpus: Per local rank, the processors to bind to, and so the memory beside them.
+        standbys: How many processes are to be ready for the next generation.
         kwargs: The arguments of torch's PContext.
     """
 
@@ -79,11 +81,12 @@ class WorkerContext(PContext):
         scripts: dict[int, ScriptCommand] | None,
         survivors_s: float = 0.0,
         cpus: dict[int, list[int]] | None = None,
+        standbys: int = 0,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self._zygote, self._scripts = zygote, scripts
-        self._survivors_s, self._cpus = survivors_s, cpus or {}
+        self._survivors_s, self._cpus, self._standbys = survivors_s, cpus or {}, standbys
         self._workers: dict[int, _WorkerProcess] = {}
         self._result: RunProcsResult | None = None
         self._closed = False
@@ -92,6 +95,7 @@ class WorkerContext(PContext):
         self.detected_s = 0.0
         self.stopped_s = 0.0
         self.standing: list[WorkerExit] = []
+        self.survivors: list[hang.RankState] = []
 
     def start(self) -> None:
         """Start workers and log tails; unlike torch's, this leaves signal handlers to the agent."""
@@ -131,8 +135,16 @@ class WorkerContext(PContext):
         if target := asked or (TRAINER_REHEARSAL.get(script.argv[0], "") if script.module else ""):
             self._zygote.rehearse(target, self._request(first, script), is_asked=bool(asked))
 
+    def keep_standbys(self, agent_dir: Path) -> None:
+        """Let the zygote have processes ready for the next generation; to be called again and again while all ranks train."""
+        scripts = self._scripts
+        if scripts and self.forked:
+            count, late = min(self._standbys, self.nprocs), agent_folder.late_variable(agent_dir)
+            self._zygote.keep_standbys(count, lambda rank: self._request(rank, scripts[rank]), late=late)
+
     def _request(self, local_rank: int, script: ScriptCommand) -> dict[str, Any]:
         environment = self.envs[local_rank]
+        folder = environment.get("FLASHCKPT_AGENT_DIR", "")
         return {
             "argv": list(script.argv),
             "module": script.module,
@@ -143,6 +155,7 @@ class WorkerContext(PContext):
             "cpus": self._cpus.get(local_rank),
             "error_file": environment.get("TORCHELASTIC_ERROR_FILE", ""),
             "stacks_file": environment.get("FLASHCKPT_STACKS_FILE", ""),
+            "late_file": f"{folder}/{agent_folder.LATE}" if self._standbys and folder else "",
         }
 
     def _spawn(self, local_rank: int) -> int:
@@ -227,12 +240,33 @@ class WorkerContext(PContext):
         failed = sorted((item for item in self.exits() if item.failed), key=lambda item: item.at_ns)
         first = first_failure(failed)
         self.standing = [self._exit(worker, -signal.SIGKILL) for worker in self._running() if is_stopped(worker.pid)]
+        self.survivors = self._look_at(self._running())
         failed.sort(key=lambda item: item is not first)
         self.close(signal.SIGTERM if self._survivors_s else signal.SIGKILL, int(self._survivors_s))
         self.stopped_s = time.monotonic()
         failures = {item.local_rank: self._failure(item) for item in failed}
         failures[first.local_rank].timestamp = min(failure.timestamp for failure in failures.values())
         return RunProcsResult(failures=failures, stdouts=self.stdouts, stderrs=self.stderrs)
+
+    def _look_at(self, left: Sequence[_WorkerProcess]) -> list[hang.RankState]:
+        """Return where ranks are that have not failed, before they are killed."""
+        awake = {worker.local_rank: worker.pid for worker in left if not is_stopped(worker.pid)}
+        files = {rank: Path(self.envs[rank].get("FLASHCKPT_STACKS_FILE", "")) for rank in awake}
+        stacks = hang.collect(awake, files, wait_s=_STACKS_S) if awake else {}
+        found = []
+        for worker in left:
+            trace = read_error(self.error_files.get(worker.local_rank, ""))[1]  # it lost its peer, and is about to end
+            stack = hang.frames_of(trace) or stacks.get(worker.local_rank, ())
+            found.append(
+                hang.RankState(
+                    rank=int(self.envs[worker.local_rank].get("RANK", worker.local_rank)),
+                    pid=worker.pid,
+                    step=-1,
+                    stack=stack,
+                    kernel="" if stack else hang.kernel_state(worker.pid),
+                )
+            )
+        return found
 
     def abort(self) -> None:
         """Kill every worker of a group that hangs."""

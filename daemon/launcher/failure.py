@@ -21,6 +21,11 @@ _PASSING = re.compile(
     r"|network is unreachable|stale file handle|transport endpoint is not connected",
     re.IGNORECASE,
 )
+_DEVICE = re.compile(
+    r"^AcceleratorError\b(?!.*error: (?:device-side assert triggered|out of memory|invalid |no kernel image|misaligned"
+    r"|an illegal (?:memory access|instruction)|operation not (?:supported|permitted)))"
+)
+"""Errors of a device of any kind; an assertion, a wrong argument or address is the program's own error, and stays one."""
 _SIGNALLED = re.compile(
     r"killed by signal: (terminated|interrupt|hangup|quit|user defined)|DataLoader worker .*exited unexpectedly|^KeyboardInterrupt\b",
     re.IGNORECASE,
@@ -48,6 +53,11 @@ _SIGNALS = {
 }
 
 
+def _of_worker(trace: str) -> bool:
+    """Whether a connection was lost to a loader worker, which has died, and to no rank."""
+    return "/torch/utils/data/" in trace and "/multiprocessing/" in trace and "/torch/distributed/" not in trace
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkerExit:
     """One worker's end. `code` is negative for a signal; `at_ns` is wall-clock time, of the error file if any."""
@@ -71,7 +81,7 @@ class WorkerExit:
 
         Pipeline stages raise an error of theirs from it ("failed to run forward"), so causes count too.
         """
-        return self._says(_ECHO)
+        return "" if _of_worker(self.traceback) else self._says(_ECHO)
 
     def _says(self, pattern: re.Pattern[str]) -> str:
         """Return the first text of the error and its causes in which a pattern is found, "" if there is none."""
@@ -88,6 +98,11 @@ class WorkerExit:
     def may_pass(self) -> bool:
         """Whether it ended because something it needs (storage, a name, the network) could not be reached."""
         return self.code in PASSING_CODES or bool(self._says(_PASSING))
+
+    @property
+    def is_of_device(self) -> bool:
+        """Whether a device, its driver or a kernel failed (a context that was lost): nothing in the script has to be wrong."""
+        return bool(self._says(_DEVICE))
 
     @property
     def is_echo(self) -> bool:
@@ -115,7 +130,8 @@ class FailureReport:
     @property
     def fingerprint(self) -> str:
         """The text by which this failure is the same as another; "" where it is not the script's own error."""
-        is_own = bool(self.first.traceback) and not self.first.is_echo and not self.first.may_pass
+        first = self.first
+        is_own = bool(first.traceback) and not (first.is_echo or first.may_pass or first.is_of_device)
         return fingerprint(self.first) if is_own else ""
 
     def render(self, action: str) -> str:

@@ -7,14 +7,20 @@ store can write to it: a record is parsed as JSON, cut to a length, and stripped
 from __future__ import annotations
 
 import json
+import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
+from flashckpt.core.incident import in_ranges
 from flashckpt.daemon.launcher.stop import KeyValueStore
 
 _FIRST, _NODE = "flashckpt/first-failure", "flashckpt/node"
 _LOOK_S = 0.2
+ANSWER_S = 0.5
+_MOST_ASKED = 16
 _MOST = 300
 """Characters of a text that are shown."""
 _GONE = (
@@ -66,6 +72,51 @@ def read(store: KeyValueStore) -> Finding | None:
 def introduce(store: KeyValueStore, node: int, *, host: str, ranks: Sequence[int]) -> None:
     """Publish the host and ranks of a node, so that others can name it if it stops answering."""
     store.set(f"{_NODE}/{node}", json.dumps({"host": host, "ranks": list(ranks)}))
+
+
+def host_of(store: KeyValueStore, node: int) -> str:
+    """Return the host name of a node of this round, "" where it has not said it."""
+    record = _introduced(store, node)
+    return _clean(record.get("host", ""))
+
+
+def ranks_of(store: KeyValueStore, node: int) -> str:
+    """Return the ranks of a node of this round as text: "4-7"."""
+    try:
+        return in_ranges(int(rank) for rank in _introduced(store, node).get("ranks", ()))
+    except (ValueError, TypeError):
+        return ""
+
+
+def _introduced(store: KeyValueStore, node: int) -> dict[str, Any]:
+    try:
+        record = json.loads(store.get(f"{_NODE}/{node}")) if store.check([f"{_NODE}/{node}"]) else {}
+    except _GONE:
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def answering(addresses: Mapping[int, str]) -> dict[int, bool]:
+    """Return which machines answer at all, if only with a refusal. It takes ANSWER_S at most; of many, the first few are asked."""
+    found: dict[int, bool] = {}
+    threads = [
+        threading.Thread(target=_ask, args=(node, address, found), name="flashckpt-ask", daemon=True)
+        for node, address in list(addresses.items())[:_MOST_ASKED]
+    ]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + ANSWER_S
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    return {node: found.get(node, False) for node in list(addresses)[:_MOST_ASKED]}
+
+
+def _ask(node: int, address: str, found: dict[int, bool]) -> None:
+    try:
+        with socket.create_connection((address, 1), timeout=ANSWER_S):
+            found[node] = True
+    except OSError as error:
+        found[node] = isinstance(error, ConnectionError)
 
 
 def describe_lost(store: KeyValueStore, node: int, address: str) -> str:

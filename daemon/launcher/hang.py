@@ -27,6 +27,7 @@ _LOOK_S = 0.5
 _IDLE = 0.001  # of a core for each rank: the threads of its libraries that look around now and then
 _BUSY_S = 0.05  # of all ranks together: ranks that only wait for one another use less in minutes
 
+_TRACED = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>.+)$')
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$')
 
 
@@ -239,6 +240,12 @@ def parse_stack(text: str) -> tuple[str, ...]:
     return tuple(blocks[-1]) if blocks else ()  # newest thread first, the main thread last
 
 
+def frames_of(trace: str) -> tuple[str, ...]:
+    """Return the frames of a Python traceback as those of a dump: the innermost first."""
+    found = [match for line in trace.splitlines() if (match := _TRACED.match(line))]
+    return tuple(f"{one['name']} ({one['file']}:{one['line']})" for one in reversed(found))
+
+
 def collect(
     workers: Mapping[int, int], files: Mapping[int, Path], *, wait_s: float = 3.0
 ) -> dict[int, tuple[str, ...]]:
@@ -255,9 +262,13 @@ def collect(
             asked[local_rank] = log_size(files[local_rank])
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, STACKS_SIGNAL)
-    end = time.monotonic() + wait_s
-    while time.monotonic() < end and any(not _whole(files[rank], start) for rank, start in asked.items()):
-        time.sleep(0.02)
+    end, before = time.monotonic() + wait_s, dict[int, int]()
+    while time.monotonic() < end and asked:
+        now = {rank: log_size(files[rank]) for rank in asked}
+        if now == before and all(_whole(files[rank], start) for rank, start in asked.items()):
+            break  # nothing was added meanwhile: the main thread comes last
+        before = now
+        time.sleep(0.005)
     return {rank: stack for rank, start in asked.items() if (stack := parse_stack(_read(files[rank], start)))}
 
 
@@ -365,6 +376,6 @@ def states_of(
     states = []
     for row in sorted(rows, key=lambda row: row.rank):
         stack = stacks.get(local.get(row.pid, -1), ())
-        kernel = "" if stack else kernel_state(row.pid)
+        kernel = "" if stack and stat_of(row.pid)[:1] != ["D"] else kernel_state(row.pid)
         states.append(RankState(rank=row.rank, pid=row.pid, step=row.step, stack=stack, kernel=kernel))
     return states

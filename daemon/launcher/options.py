@@ -15,6 +15,7 @@ class AgentOptions:
 
     Attributes:
         job: The job's name, where the user gave one by --rdzv-id.
+        endpoint: Host and port of the rendezvous.
         restarts_chosen: Whether the user gave --max-restarts; see Budget.
         survivors_s: Seconds that survivors of a failure get between SIGTERM and SIGKILL; 0 kills at once.
         grace_s: Seconds an agreed stop may take before the workers are killed.
@@ -27,9 +28,11 @@ class AgentOptions:
         min_nodes: Fewest nodes the job runs on.
         node_unit: The job runs on multiples of this many nodes; the others wait.
         warm: module:function that a copy of the zygote calls for the workers of the next generation.
+        standbys: Processes of this node that make their contexts ahead of a restart.
     """
 
     job: str = ""
+    endpoint: str = ""
     restarts_chosen: bool = True
     survivors_s: float = 0.0
     grace_s: float = 60.0
@@ -42,6 +45,7 @@ class AgentOptions:
     min_nodes: int = 1
     node_unit: int = 1
     warm: str = ""
+    standbys: int = 0
 
 
 @dataclass(kw_only=True)

@@ -30,6 +30,7 @@ class Suspect:
     rank: int
     text: str
     known: bool
+    states: Sequence[hang.RankState] = ()
 
 
 _log = logging.getLogger("flashckpt.dlrun")
@@ -128,7 +129,8 @@ class FailureReporter:
             silent = next(state for state in states if state.rank == rank)
             self._publish(others, rank, f"hangs: {silent.kernel or silent.stack[0]}", silent.step)
         self._open(f"hang: {text.splitlines()[0]}", rank, step, restart=restart, detect_s=silent_s, context=context)
-        return Suspect(rank=odd[0] if odd else states[0].rank, text=text, known=bool(odd) or others is None)
+        known = bool(odd) or others is None
+        return Suspect(rank=odd[0] if odd else states[0].rank, text=text, known=known, states=states)
 
     def slow_start(self, context: WorkerContext, rows: Sequence[Any], what: str) -> None:
         """Say that a start lasts, and where the ranks of this node are."""
@@ -183,10 +185,14 @@ class FailureReporter:
 def _cause(first: failures.WorkerExit, context: WorkerContext, oom_kills: int) -> str:
     if first in context.standing:
         return _STOPPED
+    if first.is_of_device:
+        return f"exit code {first.code}: an error of the device, its driver or a kernel"
     return failures.describe_exit(first.code, oom_kills=oom_kills) if first.failed else _LEFT
 
 
-def hang_states(watch: JobWatch, workers: Mapping[int, int], rows: Sequence[Any]) -> list[hang.RankState]:
-    """Collect the stacks of this node's ranks."""
+def hang_states(
+    watch: JobWatch, workers: Mapping[int, int], rows: Sequence[Any], wait_s: float = 3.0
+) -> list[hang.RankState]:
+    """Collect the stacks of this node's ranks, for at most `wait_s` seconds."""
     files = {local_rank: watch.stacks_file(local_rank) for local_rank in workers}
-    return hang.states_of(rows, hang.collect(workers, files), workers)
+    return hang.states_of(rows, hang.collect(workers, files, wait_s=wait_s), workers)

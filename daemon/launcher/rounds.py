@@ -228,6 +228,7 @@ class FreshStoreRendezvous(rendezvous_store.Forwarding):
         self._steps: UnitRounds | None = None
         self._nodes: dict[_NodeDesc, int] = {}
         self._before: dict[_NodeDesc, int] = {}
+        self._heard: dict[_NodeDesc, tuple[datetime, float]] = {}
         self._secret = job_secret.read_secret()
         if isinstance(inner, DynamicRendezvousHandler):
             self.notes = JobNotes(inner._store, inner.get_run_id(), self._secret)  # noqa: SLF001 -- torch offers no other way in
@@ -240,6 +241,9 @@ class FreshStoreRendezvous(rendezvous_store.Forwarding):
         if isinstance(inner, DynamicRendezvousHandler):
             self._info = self._join(inner)
             self._before, self._nodes = self._nodes, dict(inner._state_holder.state.participants)  # noqa: SLF001 -- a copy of what all nodes share
+            kept = self._before.keys() | self._nodes.keys()
+            self._heard = {node: when for node, when in self._heard.items() if node in kept}
+            self._hear(inner)
         elif isinstance(inner, StaticTCPRendezvous):
             with replaced(static_tcp_rendezvous, "TCPStore", rendezvous_store.tcp_store):
                 info = inner.next_rendezvous()
@@ -312,9 +316,24 @@ class FreshStoreRendezvous(rendezvous_store.Forwarding):
         """Return the nodes of the previous round that are not in this one, group rank -> address."""
         return _gone(self._before, self._nodes)
 
+    def silent_s(self, rank: int, *, before: bool) -> float:
+        """Return the seconds since the last sign of a node of this round, or of the one `before`, by this node's clock; 0 unknown."""
+        nodes = self._before if before else self._nodes
+        node = next((node for node, number in nodes.items() if number == rank), None)
+        _, heard_s = self._heard.get(node, (None, 0.0)) if node is not None else (None, 0.0)
+        return time.monotonic() - heard_s if heard_s else 0.0
+
+    def _hear(self, inner: DynamicRendezvousHandler) -> None:
+        now_s = time.monotonic()
+        for node, at in inner._state_holder.state.last_heartbeats.items():  # noqa: SLF001 -- a copy of what all nodes share
+            if node not in self._heard or self._heard[node][0] != at:
+                self._heard[node] = at, now_s  # the clock of that node may be wrong
+
     def num_nodes_waiting(self) -> int:
         """Return how many waiting nodes can join: as many as fit, or any of them once a node has left the round."""
         waiting = int(self.inner.num_nodes_waiting())
+        if isinstance(self.inner, DynamicRendezvousHandler):
+            self._hear(self.inner)
         if not waiting or self._steps is None or self._info is None or self._steps.missing(self._info.world_size):
             return waiting
         return self._steps.joinable(int(self._info.world_size), waiting)

@@ -96,6 +96,10 @@ class JobWatch:
         self.job, self._owner, self._unseen = job, PersisterOwner(job, _log), None
         return job
 
+    def persister_problem(self) -> str:
+        """Return in one line what is wrong with this node's persister now; "" for nothing."""
+        return self._owner.problem if self._owner is not None else ""
+
     def control(self) -> ControlView | None:
         """Return the shared control page, None where no rank has made one. It is read, never mapped, so that truncation cannot kill dlrun."""
         job = self._find()

@@ -6,8 +6,7 @@ import contextlib
 import threading
 from collections.abc import Sequence
 
-from flashckpt.checkpoint.catalog import list_checkpoints
-from flashckpt.checkpoint.root_summary import open_root
+from flashckpt.checkpoint.catalog import list_checkpoints, open_root
 from flashckpt.errors import FlashckptError
 from flashckpt.shm.inventory import scan
 from flashckpt.shm.job_directory import JobConfig, JobDirectory

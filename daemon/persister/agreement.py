@@ -7,12 +7,12 @@ the same, the leader (the node of the lowest rank) opens the intent.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from flashckpt.core.intent import NodeProposal
 from flashckpt.core.snapshot_id import NOTHING, SnapshotId
+from flashckpt.core.superblock import MIN_SLOTS
 
 
 def covers_world(proposals: Collection[NodeProposal]) -> bool:
@@ -57,7 +57,7 @@ class Search:
 
     Args:
         target: It proposes the first persist step from this one; the highest target of all nodes wins.
-        misses: How often a target was already overwritten here when this node learned of it.
+        misses: How often a target was already overwritten here when this node learned of it; 1 also after it skipped one.
     """
 
     target: SnapshotId = NOTHING
@@ -71,14 +71,25 @@ def next_candidate(
     newest: SnapshotId,
     floor: SnapshotId,
     others: Collection[NodeProposal],
+    common: Collection[SnapshotId] | None = None,
     spacing: int = 1,
+    slots: int = MIN_SLOTS + 1,
 ) -> tuple[Search, SnapshotId | None]:
     """Return how to continue and what to pin now (None: wait).
 
-    A target that this node learns of before reaching it is safe: the first persist step from there is
-    the same one on every node. If it has already overwritten the target, it answers with what it holds
-    instead, and from the second miss with a target in the future, twice as far each time (a doubling
-    search), until all nodes learn of it in time.
+    A node offers what all ranks are known to hold: so the others can still pin it, and what one of them pins keeps no
+    snapshot from becoming common. Where they offer different ones, the newest wins. A node that has overwritten or
+    skipped that one answers with what it holds, which the others may hold too if they have a slot for it, and else
+    with a target ahead.
+
+    Why they meet, whatever the slots (2 are enough), nodes, steps and times of the root:
+
+    * Who learns of the highest target before its own slots reach it (is not *late*) pins the first persist step from
+      there, the same one on every node: slots are looked at with each snapshot, and by `Seeker` while the root is asked.
+    * It holds that until it learns of a higher one, and only a node that missed names one. So once nobody is late, all
+      hold the same, unless a rank skipped or discarded the very step.
+    * A late node names a target twice as far as its last one: sooner or later it is farther than the news takes.
+    * A step that was skipped or discarded makes none of them go farther, so that this is tried again as often as before.
 
     Args:
         search: Result of the last call; a new one after each intent.
@@ -86,28 +97,25 @@ def next_candidate(
         newest: The newest complete snapshot of any kind.
         floor: Only snapshots above this count (committed or given up).
         others: Proposals of the other nodes.
-        spacing: Steps between two persist steps, as far as known.
+        common: Those of them, and others, that all ranks are known to hold; None: that is not known.
+        spacing: Steps between two persist steps; 1 where that is not known.
+        slots: Of the rank that has fewest.
     """
     usable = [identity for identity in flagged if identity > floor]
-    if not others:
-        best = max(usable, default=None)
-        return replace(search, target=best or search.target), best
-    heard = max(max(proposal.at_least, proposal.pinned or NOTHING) for proposal in others)
-    if heard > max(search.target, floor):
-        if heard not in usable and newest >= heard:
-            best = max(usable, default=heard)
-            if not search.misses and best > heard:  # the others may still hold ours, or have yet to reach it
-                return Search(target=best, misses=1), best
-            ahead = SnapshotId(newest.generation, newest.step + spacing * 2 ** min(search.misses, 16))
-            return Search(target=max(ahead, heard), misses=search.misses + 1), None
+    heard = max((max(proposal.at_least, proposal.pinned or NOTHING) for proposal in others), default=NOTHING)
+    is_late = heard > max(search.target, floor) and heard not in usable and newest >= heard
+    if not is_late and heard > max(search.target, floor):
         search = replace(search, target=heard)
-    if search.target <= floor:
-        best = max(usable, default=None)
+    if not is_late and search.target <= floor:
+        best = max((identity for identity in usable if common is None or identity in common), default=None)
         return replace(search, target=best or search.target), best
-    return search, next((identity for identity in usable if identity >= search.target), None)
-
-
-def spacing(flagged: Sequence[SnapshotId]) -> int:
-    """Return the most steps between two snapshots that are to be persisted, at least 1."""
-    steps = [step for _, step in flagged]
-    return max((b - a for a, b in itertools.pairwise(steps)), default=1) or 1
+    found = next((identity for identity in usable if identity >= search.target), None)
+    is_gone = search.target not in usable and newest >= search.target
+    if not is_late and not (is_gone and any(proposal.pinned == search.target for proposal in others)):
+        return search, found
+    instead = max(usable, default=heard) if is_late else found
+    if instead is not None and instead > heard and not search.misses and slots > MIN_SLOTS:
+        return Search(target=instead, misses=1), instead  # the others may still hold this, or have yet to reach it
+    distance = max(1, spacing * 2 ** min(search.misses, 16) // 2)
+    ahead = SnapshotId(newest.generation, newest.step + distance)
+    return Search(target=max(ahead, heard), misses=search.misses + is_late), None

@@ -27,7 +27,8 @@ from flashckpt.checkpoint.intents import (
     read_intents,
 )
 from flashckpt.checkpoint.retention import Policy
-from flashckpt.checkpoint.writer import MANIFEST, PersistOptions, commit, prefix_of
+from flashckpt.checkpoint.root_records import MANIFEST, prefix_of
+from flashckpt.checkpoint.writer import PersistOptions, commit
 from flashckpt.core.intent import Intent, NodeMessage
 from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
@@ -37,6 +38,7 @@ from flashckpt.daemon.persister.flush import OF_THE_DATA, Flush, problem_of
 from flashckpt.daemon.persister.housekeeping import Housekeeper
 from flashckpt.daemon.persister.negotiation import Negotiation
 from flashckpt.daemon.persister.protocol import Action, Event, Outcome
+from flashckpt.daemon.persister.seeker import Seeker
 from flashckpt.errors import FencedError
 from flashckpt.shm.inventory import NodeInventory, pin_all, release
 from flashckpt.shm.job_directory import JobConfig
@@ -64,6 +66,7 @@ class PersistCoordinator:
         config: The job.
         on_commit: Called when a snapshot was committed, before its slots are released.
         send: Gives the ranks a message to carry to the other nodes.
+        see: Returns the node's slots as they are now, to a thread too; None: a turn knows those it began with.
 
     Attributes:
         negotiation: All decisions.
@@ -78,10 +81,11 @@ class PersistCoordinator:
         config: JobConfig,
         on_commit: Callable[[NodeInventory], None] | None = None,
         send: Callable[[NodeMessage], None] = lambda _: None,
+        see: Callable[[], NodeInventory] | None = None,
     ) -> None:
         self.config = config
         self._on_commit, self._send = on_commit, send
-        self.negotiation = Negotiation(config.node_count)
+        self.negotiation = Negotiation(config.node_count, config.persist_every or 1)
         self.flush: Flush | None = None
         self.committed_s: float | None = None
         self.totals = PersistTotals()
@@ -93,6 +97,8 @@ class PersistCoordinator:
         self._leases = LeaseObjects()
         self._pins: dict[SnapshotId, dict[int, Pin]] = {}
         self._view = NodeInventory(slots=())
+        self._see = see or (lambda: self._view)
+        self._seeker = Seeker(self._see)
         self._record = Generation(number=0)
         self._error: Exception | None = None
 
@@ -105,6 +111,7 @@ class PersistCoordinator:
         *,
         urgent: bool,
         received: tuple[NodeMessage, ...] | None = None,
+        common: tuple[SnapshotId, ...] | None = None,
     ) -> None:
         """Do what can be done now; returns quickly except for small storage operations.
 
@@ -113,6 +120,7 @@ class PersistCoordinator:
             record: The current generation of the job.
             urgent: Persist the newest common snapshot now, whether it is of a persist step or not.
             received: What the ranks carry from the persisters of other nodes; None where they carry nothing.
+            common: Snapshots that all ranks of the job are known to hold; None where that is not known.
 
         Raises:
             RootError, StoreError, FencedError, DamagedError, PersistError, OSError: nothing
@@ -123,10 +131,13 @@ class PersistCoordinator:
             self._error = self.flush.error if isinstance(result, p.WriteFailed) else None
             self._run(view, result)
         now_s = time.monotonic()
-        self._run(view, p.Tick(now_s=now_s, node=view, generation=record, urgent=urgent, received=received))
+        tick = p.Tick(now_s=now_s, node=view, generation=record, urgent=urgent, received=received, common=common)
+        self._run(view, tick)
+        self._seeker.let_go(view)
 
     def pause(self, view: NodeInventory, *, urgent: bool = False, failing: bool = False) -> None:
         """Keep the candidate pinned without accessing the root; release it if storage fails and training needs the slot."""
+        self._seeker.let_go()
         self._run(view, p.Paused(node=view, urgent=urgent, failing=failing))
 
     def disconnect(self) -> None:
@@ -143,6 +154,7 @@ class PersistCoordinator:
         for pins in self._pins.values():
             release(pins)
         self._pins.clear()
+        self._seeker.let_go()
         self.disconnect()
         self.housekeeper.close()
 
@@ -203,7 +215,8 @@ class PersistCoordinator:
             case p.Commit(intent):
                 return self._commit(intent)
         store = self._connected()
-        return self._look(action, store) or self._lease(action, store) or self._write(action, store)
+        with self._seeker.seeking(self.negotiation.sought):  # the root may take longer than a snapshot lasts
+            return self._look(action, store) or self._lease(action, store) or self._write(action, store)
 
     def _settle(self, action: Action) -> None:
         """Do what cannot fail."""
@@ -227,7 +240,9 @@ class PersistCoordinator:
                 intents, abandoned = read_intents(store, self._record.number)
                 return p.IntentsRead(tuple(intents), frozenset(abandoned))
             case p.ReadProposals(generation, of_all):
-                return p.ProposalsRead(tuple(self._proposals.read(store, generation, of_all=of_all)))
+                proposals = tuple(self._proposals.read(store, generation, of_all=of_all))
+                self._view = self._see()
+                return p.ProposalsRead(proposals, self._view)
             case p.ReadIndexes(identity, writers):
                 return p.IndexesRead(tuple(missing_writers(store, prefix_of(*identity), writers)))
             case p.ReadOutcome(identity):

@@ -11,8 +11,9 @@ from typing import TypeVar
 
 from flashckpt.checkpoint.indexes import put_indexes
 from flashckpt.checkpoint.retention import Policy
+from flashckpt.checkpoint.root_records import prefix_of
 from flashckpt.checkpoint.sweeping import is_full, make_room
-from flashckpt.checkpoint.writer import PersistOptions, prefix_of, write_packs
+from flashckpt.checkpoint.writer import PersistOptions, write_packs
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.machine.logs import log_context

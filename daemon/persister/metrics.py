@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from flashckpt import __version__
 from flashckpt.acceptor import Acceptor
 from flashckpt.daemon.persister.coordinator import PersistCoordinator
 from flashckpt.environment import env
@@ -53,6 +54,10 @@ GAUGES = {
     "replica_pending_bytes": "Bytes of the snapshot under way that the partners of this node lack.",
     "replica_failing": "1 while no replica can be sent.",
     "replica_bytes": "Shared memory that replicas of other nodes take on this node.",
+    "goodput_ratio": "Share of the job's time that was neither down nor spent on steps that were lost.",
+    "first_step_seconds": "Seconds from the start of the slowest rank's program to its first step.",
+    "restore_seconds": "Seconds of them that its restore took.",
+    "build_info": "1; the release is a label.",
     "ranks_alive": "1 while a rank or agent of the job is running on this node.",
 }
 COUNTERS = {
@@ -63,7 +68,27 @@ COUNTERS = {
     "persisted_bytes": "Bytes of tensors in snapshots that this node persisted.",
     "replica_sent_bytes": "Bytes of replicas sent to partners.",
     "persist_seconds": "Seconds from intent to commit, summed over commits.",
+    "lost_steps": "Steps that were trained and lost by restarts, since the job began.",
+    "down_seconds": "Seconds from the last sign of a session to the first step of the next one, since the job began.",
+    "snapshots": "Snapshots begun by the rank of this node that waited longest for them, in this session.",
+    "stall_seconds": "Seconds that the training of that rank waited for snapshots, in this session.",
+    "restarts": "Restarts since the job began, by cause.",
 }
+
+
+CAUSES = ("signal", "exit", "hang", "other", "unknown")
+"""Values of the label `cause`: few, whatever the text of a cause says."""
+
+
+def class_of(cause: str) -> str:
+    """Return which of CAUSES a text of `history.cause_of` belongs to."""
+    if cause.startswith("hang"):
+        return "hang"
+    if "SIG" in cause or "killed" in cause:
+        return "signal"
+    if "exit code" in cause:
+        return "exit"
+    return "unknown" if cause.startswith("not known") else "other"
 
 
 class _Collector:
@@ -75,14 +100,20 @@ class _Collector:
         numbers = self._observed.numbers()
         for name, text in GAUGES.items():
             if name in numbers:
-                gauge = GaugeMetricFamily(f"flashckpt_{name}", text, labels=LABELS)
-                gauge.add_metric(self._labels, numbers[name])
+                more = {"version": __version__} if name == "build_info" else {}
+                gauge = GaugeMetricFamily(f"flashckpt_{name}", text, labels=(*LABELS, *more))
+                gauge.add_metric((*self._labels, *more.values()), numbers[name])
                 yield gauge
         for name, text in COUNTERS.items():
             if name in numbers:
                 counter = CounterMetricFamily(f"flashckpt_{name}", text, labels=LABELS)
                 counter.add_metric(self._labels, numbers[name])
                 yield counter
+        restarts = CounterMetricFamily("flashckpt_restarts", COUNTERS["restarts"], labels=(*LABELS, "cause"))
+        for cause in CAUSES:
+            if (name := f"restarts_{cause}") in numbers:
+                restarts.add_metric((*self._labels, cause), numbers[name])
+        yield restarts
 
 
 class _QuietHandler(WSGIRequestHandler):

@@ -24,7 +24,7 @@ from flashckpt.core.lineage import is_rolled_back
 from flashckpt.core.snapshot_id import BEFORE_ALL, NOTHING, SnapshotId
 from flashckpt.core.superblock import MIN_SLOTS
 from flashckpt.daemon.persister import protocol as p
-from flashckpt.daemon.persister.agreement import Search, choose_proposal, next_candidate, of_other_nodes, spacing
+from flashckpt.daemon.persister.agreement import Search, choose_proposal, next_candidate, of_other_nodes
 from flashckpt.daemon.persister.messaging import Messaging, RootLooks, aged
 from flashckpt.daemon.persister.persist import ROLLED_BACK, Persist
 from flashckpt.daemon.persister.protocol import Action, Event, NodeSlots, Outcome, Tick
@@ -38,6 +38,7 @@ class Negotiation:
 
     Args:
         node_count: Nodes of the job.
+        persist_every: Steps between two persist steps; 1 where that is not known.
 
     Attributes:
         committed: Newest committed snapshot of this root, as far as known.
@@ -48,14 +49,14 @@ class Negotiation:
         given_up: Why the last snapshot that was given up was; "" if none was.
     """
 
-    def __init__(self, node_count: int = 1) -> None:
+    def __init__(self, node_count: int = 1, persist_every: int = 1) -> None:
         self.committed: SnapshotId | None = None
         self.floor = BEFORE_ALL
         self.persist: Persist | None = None
         self.candidate: SnapshotId | None = None
         self.skipped = 0
         self.given_up = ""
-        self._node_count = node_count
+        self._node_count, self._persist_every = node_count, persist_every
         self._pinned: tuple[int, ...] = ()  # ranks whose slots of the candidate are held
         self._owed = BEFORE_ALL  # to be persisted, or something newer, though it may be overwritten meanwhile
         self._root_is_read = False
@@ -92,6 +93,12 @@ class Negotiation:
         wanted = node.complete() if urgent else self._flagged(node)
         possible = [identity for identity in wanted if self._node_count > 1 or node.is_whole(identity[0])]
         return sorted(identity for identity in possible if identity > self.floor)[-1:]
+
+    @property
+    def sought(self) -> SnapshotId | None:
+        """The nodes are to meet at the first persist step from this one on, of which this node holds none yet; None: nowhere."""
+        is_met = self.persist is not None or self.candidate is not None
+        return None if is_met or self._search.target <= self.floor else self._search.target
 
     # -- one turn -------------------------------------------------------------------------------------------
 
@@ -245,6 +252,7 @@ class Negotiation:
             # the leader reads what all propose, the others what it proposes: a request for each node, not for each pair
             answer = yield from p.ask(p.ReadProposals(generation, of_all=0 in ranks), p.ProposalsRead)
             self._heard = of_other_nodes(answer.proposals, ranks)
+            node = answer.node or node  # else what is gone meanwhile would be taken for something that is to come
         alike = [  # of a generation with the same ranks here: others cannot be agreed on in these proposals
             identity
             for identity in node.complete()
@@ -257,7 +265,9 @@ class Negotiation:
             newest=max(alike, default=SnapshotId(0, -1)),
             floor=self.floor,
             others=self._heard or [NodeProposal(ranks=ranks, world_size=0)],
-            spacing=spacing(flagged),
+            common=tick.common,
+            spacing=self._persist_every,
+            slots=node.least_slots,
         )
         if wanted != self.candidate:
             yield from self._unpin()

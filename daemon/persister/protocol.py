@@ -80,6 +80,7 @@ class Tick:
         urgent: Persist the newest common snapshot now, whether it is of a persist step or not.
         received: Messages of other nodes, which the ranks carry: all of them for the leader, the leader's for the
             others. None while no ranks carry anything.
+        common: Snapshots that all ranks of the job are known to hold; None where that is not known.
     """
 
     now_s: float
@@ -87,6 +88,7 @@ class Tick:
     generation: Generation
     urgent: bool = False
     received: tuple[NodeMessage, ...] | None = None
+    common: tuple[SnapshotId, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,9 +141,15 @@ class IntentsRead:
 
 @dataclass(frozen=True, slots=True)
 class ProposalsRead:
-    """What all nodes of a generation propose, this one among them."""
+    """What all nodes of a generation propose, this one among them.
+
+    Attributes:
+        proposals: Theirs.
+        node: This node's slots after that was read; None: as they were before.
+    """
 
     proposals: tuple[NodeProposal, ...]
+    node: NodeSlots | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from flashckpt.daemon.persister import metrics
 from flashckpt.daemon.persister.attempts import Attempts
 from flashckpt.daemon.persister.coordinator import PersistCoordinator
 from flashckpt.daemon.persister.extensions import Extensions
+from flashckpt.daemon.persister.history import SessionHistory
 from flashckpt.daemon.persister.retire import retire
 from flashckpt.daemon.persister.timeouts import DaemonTimeouts
 from flashckpt.daemon.persister.wakeup import Wakeup
@@ -38,12 +39,14 @@ from flashckpt.errors import (
     PersistError,
     SharedMemoryError,
 )
+from flashckpt.shm.acks import common_of
 from flashckpt.shm.gc import take_away
 from flashckpt.shm.inventory import Identity, NodeInventory, scan
 from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory
 from flashckpt.shm.lease import Lease
 from flashckpt.shm.messages import MessageFiles
 from flashckpt.shm.private import private_directory, remove_file, remove_tree
+from flashckpt.storage.factory import open_store
 
 SCAN_S = 1.0
 """Seconds between two scans without an event."""
@@ -85,6 +88,7 @@ class Daemon:
         self._wakeup = Wakeup([directory.path / "events", directory.path / "requests"])
         self._messages = MessageFiles(directory.path)
         self.extensions = Extensions(directory, self._wakeup.wake)
+        self.history = SessionHistory(directory, lambda config: open_store(config.root, **config.storage_options))
 
     def run(self) -> None:
         """Turn until the work is done and no rank is running, or a signal came and nothing is pending."""
@@ -144,9 +148,9 @@ class Daemon:
         if self.persisting is None or self.persisting.config != config:
             if self.persisting is not None:
                 self.persisting.close()
-            self.persisting = PersistCoordinator(config, self._report_commit, self._messages.send)
+            self.persisting = PersistCoordinator(config, self._report_commit, self._messages.send, self._see)
         self._scrapes.turn(job=config.job, node=config.node)
-        view = scan(self.directory, [record])
+        view = self._see()
         urgent = self._urgent(self.persisting, view, alive=alive)
         with log_context(generation=record.number, step=max(view.complete(), default=(0, 0))[1]):
             self._persist(self.persisting, view, record, urgent=urgent)
@@ -155,6 +159,8 @@ class Daemon:
         committed = None if self.persisting is None else self.persisting.committed
         self.extensions.turn(config, view, record, committed)
         self._report(self.persisting, view, alive=alive)
+        is_last = self.directory.request_path("ended").exists()
+        self.history.turn(config, record, self._status, alive=alive, committed=committed, is_last=is_last)
         return self._finished(self.persisting, view, record, alive=alive, urgent=urgent, silent_s=silent_s)
 
     @property
@@ -186,12 +192,17 @@ class Daemon:
         """Release everything."""
         self._scrapes.close()
         self.extensions.close()
+        self.history.close()
         if self.persisting is not None:
             self.persisting.close()
         self._wakeup.close()
         self._lock.close()
 
     # -- parts of a turn --------------------------------------------------------------------------------
+
+    def _see(self) -> NodeInventory:
+        record = self._read[1]
+        return scan(self.directory, () if record is None else (record,))
 
     def _records(self) -> tuple[JobConfig | None, Generation | None]:
         """Return the job's records; where one is damaged, as they were when they could last be read.
@@ -233,7 +244,10 @@ class Daemon:
         if persisting.flush is None or not persisting.flush.is_begun:
             self.attempts.begin(asked_ns)
         try:
-            persisting.turn(view, record, urgent=urgent, received=self._received(record))
+            received = self._received(record)
+            control = self.directory.control_path
+            common = None if received is None else common_of(control, record.number)  # else it may be out of date
+            persisting.turn(view, record, urgent=urgent, received=received, common=common)
         except (FlashckptError, OSError) as error:
             if self.attempts.failed(error, record.number):
                 persisting.disconnect()
@@ -275,7 +289,7 @@ class Daemon:
         self._numbers = metrics.numbers_of(
             persisting, view, is_alive=alive, lag=lag, failures=self.attempts.failures, error=self.error
         )
-        self._numbers |= numbers
+        self._numbers |= numbers | self.history.numbers()
         self._say(status)
 
     def _say(self, status: DaemonStatus) -> None:

@@ -9,11 +9,14 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from flashckpt.daemon.machine.process import exit_code, is_stopped, kill_group, wait_readable
 from flashckpt.daemon.zygote import messages, server
+from flashckpt.daemon.zygote.spares import Spares
+from flashckpt.faults import crash_point
 
 _log = logging.getLogger("flashckpt.dlrun")
 _KILL_WAIT_S = 10.0
@@ -93,6 +96,7 @@ class ZygoteClient:
         self._environment = dict(os.environ)
         self._ready = False
         self._warm: WarmCopy | None = None
+        self._spares = Spares()
         self._given_up = ""  # what is not rehearsed again: it could not be
         self.started = 1 if pid else 0
 
@@ -115,19 +119,41 @@ class ZygoteClient:
         changed = server.changed_at_import(self._environment, environment)
         if changed:
             raise Unavailable(f"{changed} was changed after the zygote started")
+        if taken := self._spares.take(workers):
+            crash_point("standby.before-go")
+        rest = [worker for local_rank, worker in enumerate(workers) if local_rank not in taken]
+        forked = iter(self._fork(rest) if rest else [])
+        ready = self._spares.go(workers)
+        if taken:
+            crash_point("standby.after-go")
+        return [ready[local_rank] if local_rank in ready else next(forked) for local_rank in range(len(workers))]
+
+    def _fork(self, workers: list[dict[str, Any]]) -> list[int]:
         if self._warm is not None and (pids := self._warm.fork(workers)) is not None:
             return pids
         for _ in range(2):
             pids = self._try_fork(workers)
             if pids:
                 return pids
-            self.close()
+            self._drop()
         raise Unavailable("the zygote died, or did not answer, twice in a row")
+
+    def keep_standbys(self, count: int, request_of: Callable[[int], dict[str, Any]], *, late: str) -> None:
+        """Have `count` standby processes for the next generation, as `Spares.keep`; to be called while all ranks train.
+
+        Args:
+            count: How many.
+            request_of: The request of a local rank.
+            late: A variable that the script changes too late for them, or "".
+        """
+        if late:
+            self._spares.give_up(f"the script changes {late}, which a context that is there already does not see")
+        self._spares.keep(count, request_of, lambda request: self._copy({"standby": request}))
 
     @property
     def pids(self) -> set[int]:
-        """The zygote and its copy, where there are any."""
-        return {self.pid} | ({self._warm.pid} if self._warm is not None else set())
+        """The zygote, its copy and the standby processes, where there are any."""
+        return {self.pid} | ({self._warm.pid} if self._warm is not None else set()) | self._spares.pids
 
     def rehearse(self, target: str, worker: dict[str, Any], *, is_asked: bool) -> None:
         """Let a copy of the zygote call `target`, and fork later generations of this layout from it. Does not wait for it.
@@ -146,17 +172,22 @@ class ZygoteClient:
         if self._sock is None or not self._ready or key == self._given_up or (self._warm and self._warm.key == key):
             return
         self._end_copy()
-        if is_stopped(self.pid):  # the job continues meanwhile; its next restart looks at it
-            return
-        here, there = socket.socketpair()
         request = {"target": target, **{k: worker[k] for k in ("argv", "module", "env")}}
-        answer = messages.exchange(self._sock, self.pid, {"rehearse": request}, limit_s=_TICK_S, fd=there.fileno())
+        if made := self._copy({"rehearse": request}):
+            self._warm = WarmCopy(*made, key, is_asked)
+
+    def _copy(self, request: dict[str, Any]) -> tuple[socket.socket, int] | None:
+        """Have the zygote fork a process that has a socket to this one; None where that must wait for the next restart."""
+        if self._sock is None or not self._ready or is_stopped(self.pid):
+            return None
+        here, there = socket.socketpair()
+        answer = messages.exchange(self._sock, self.pid, request, limit_s=_TICK_S, fd=there.fileno())
         there.close()
         if answer and answer["pids"]:
-            self._warm = WarmCopy(here, answer["pids"][0], key, is_asked)
-        else:  # the zygote died: the next fork starts another
-            here.close()
-            self.close()
+            return here, answer["pids"][0]
+        here.close()
+        self._drop()  # it died: the next fork starts another
+        return None
 
     def _end_copy(self) -> None:
         if self._warm is not None:
@@ -187,7 +218,7 @@ class ZygoteClient:
             return False
         if ready["unfit"]:
             self.disabled = f"the zygote must not be forked ({ready['unfit']})"
-            self.close()
+            self._drop()
             raise Unavailable(self.disabled)
         _log.debug("zygote %d ready after %.2f s of imports", self.pid, ready["import_s"])
         self._ready = True
@@ -206,7 +237,14 @@ class ZygoteClient:
         self.started += 1
 
     def close(self) -> None:
-        """End the zygote and its copy (their workers keep running) and reap them."""
+        """End the zygote, its copy and the standby processes (the workers keep running) and reap them."""
+        spares = self._spares.pids
+        self._spares.close()
+        self._drop()
+        for pid in spares:
+            _end(pid)
+
+    def _drop(self) -> None:
         self._end_copy()
         if self._sock is not None:
             self._sock.close()
@@ -227,6 +265,6 @@ def _end(pid: int) -> None:
         kill_group(pid, signal.SIGKILL)  # loses nothing, and during its imports it would not notice the closed socket
         wait_readable([pidfd], _KILL_WAIT_S)
         if exit_code(pidfd) is None:
-            _log.error("the zygote, pid %d, did not end after SIGKILL: it is blocked in the kernel", pid)
+            _log.error("the zygote or standby, pid %d, did not end after SIGKILL: it is blocked in the kernel", pid)
     finally:
         os.close(pidfd)

@@ -29,7 +29,13 @@ _log = logging.getLogger("flashckpt.dlrun")
 
 
 def exchange(
-    sock: socket.socket, pid: int, message: dict[str, Any] | None, *, limit_s: float | None = None, fd: int = -1
+    sock: socket.socket,
+    pid: int,
+    message: dict[str, Any] | None,
+    *,
+    limit_s: float | None = None,
+    fd: int = -1,
+    who: str = "zygote",
 ) -> dict[str, Any] | None:
     """Send a message (None: nothing) and return the answer; None where the process is gone or does not answer in time.
 
@@ -41,6 +47,7 @@ def exchange(
         message: To send.
         limit_s: Seconds to wait, ANSWER_S by default. Slices of the wait are counted, not the clock: a suspended machine is no silence.
         fd: A descriptor to send after it.
+        who: What the process is called in the log.
     """
     limit_s = limit_s or ANSWER_S
     try:
@@ -53,7 +60,7 @@ def exchange(
         return receive(sock, _Limit(pid, limit_s))
     except TimeoutError:
         how = "it is stopped (SIGSTOP or a debugger)" if is_stopped(pid) else f"not within {limit_s:.0f} s"
-        _log.warning("the zygote, pid %d, does not answer (%s): it is killed", pid, how)
+        _log.warning("the %s, pid %d, does not answer (%s): it is killed", who, pid, how)
     except (OSError, DamagedError):
         pass
     return None

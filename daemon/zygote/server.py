@@ -27,6 +27,7 @@ from flashckpt import entry_points
 from flashckpt.daemon.machine.process import adopt_parent, set_title, thread_count
 from flashckpt.daemon.zygote import messages
 from flashckpt.daemon.zygote.rehearse import rehearse
+from flashckpt.daemon.zygote.standby import stand_by
 
 TORCH_MODULES = (
     "numpy",
@@ -118,26 +119,21 @@ def unfit() -> str:
     threads = thread_count()
     if threads != 1:
         return f"{threads} threads after the imports, 1 expected"
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        return "an import has started CUDA"
-    if torch is not None and _cuda_fails_in_a_fork(torch):
-        return "an import has asked CUDA for its devices"
+    if "torch" in sys.modules:
+        from flashckpt import accelerator  # imports torch
+
+        kind, _ = accelerator.in_use()
+        if kind:
+            return f"an import has started the accelerator ({kind})"
+        if accelerator.fails_in_a_fork():
+            return "an import has asked the accelerator for its devices"
     return ""
 
 
-def _cuda_fails_in_a_fork(torch: Any) -> bool:
-    """Ask a fork of this process, since torch says it nowhere else: counting devices is enough to spoil them."""
-    pid = os.fork()
-    if pid == 0:
-        os._exit(1 if torch.cuda._is_in_bad_fork() else 0)  # noqa: SLF001 -- what torch asks itself before it raises
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0
-
-
-def changed_at_import(before: dict[str, str], now: dict[str, str]) -> str:
+def changed_at_import(before: dict[str, str], now: dict[str, str], prefixes: tuple[str, ...] = IMPORT_TIME) -> str:
     """Return the name of an import-time variable that differs between zygote and worker, or ""."""
     for name in sorted(before.keys() | now.keys()):
-        if name.startswith(IMPORT_TIME) and before.get(name) != now.get(name):
+        if name.startswith(prefixes) and before.get(name) != now.get(name):
             return name
     return ""
 
@@ -159,6 +155,10 @@ def serve(sock: socket.socket, agent: int) -> dict[str, Any]:
             os._exit(0)
         if "rehearse" in request:
             sock = _copied(sock, agent, request["rehearse"]) or sock
+            continue
+        if "standby" in request:
+            if (own := _forked(sock)) is not None:
+                return stand_by(own, agent, request["standby"])
             continue
         gate, opener = os.pipe()
         worker = _fork_workers(request["workers"])
@@ -188,6 +188,17 @@ def _copied(sock: socket.socket, agent: int, request: dict[str, Any]) -> socket.
 
     This process stays as it is: it answers meanwhile, and when the copy fails or another layout is started.
     """
+    copy = _forked(sock)
+    if copy is not None:
+        adopt_parent(agent)
+        set_title("dlrun-warm", "dlrun zygote (has rehearsed; forks the workers)")
+        started = time.monotonic()
+        _announce(copy, started, rehearse(request) or unfit())
+    return copy
+
+
+def _forked(sock: socket.socket) -> socket.socket | None:
+    """Fork one process for whoever has sent a request and a socket; return that socket in it, None in this process."""
     _, (fd, *_), *_ = socket.recv_fds(sock, 1, 1)
     answer = _fork_workers([{}])
     if isinstance(answer, list):
@@ -195,12 +206,7 @@ def _copied(sock: socket.socket, agent: int, request: dict[str, Any]) -> socket.
         messages.send(sock, {"pids": answer})
         return None
     sock.close()
-    adopt_parent(agent)
-    set_title("dlrun-warm", "dlrun zygote (has rehearsed; forks the workers)")
-    started = time.monotonic()
-    copy = socket.socket(fileno=fd)
-    _announce(copy, started, rehearse(request) or unfit())
-    return copy
+    return socket.socket(fileno=fd)
 
 
 def _await_go(gate: int, opener: int, agent: int, worker: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 A request (a JSON object from dlrun) holds: `argv` (script or module, then its arguments), `module`
 (run as `python -m`), `env` (the whole environment), `stdout` and `stderr` (a file, or "" for dlrun's
-own), `local_rank`, `cpus` (affinity, or null), `error_file`, `stacks_file`.
+own), `local_rank`, `cpus` (affinity, or null), `error_file`, `stacks_file`, `late_file` (see
+`standby.note_late_variables`, or "").
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 
 from flashckpt.daemon.machine import numa
 from flashckpt.daemon.machine.process import set_title
+from flashckpt.daemon.zygote.standby import note_late_variables
 from flashckpt.environment import env
 from flashckpt.errors import FlashckptError
 from flashckpt.nonfatal import NonfatalFile, nonfatal_text, report_lost
@@ -56,7 +58,8 @@ def run_worker(request: dict[str, Any]) -> int:
 
 
 def _become_fresh(request: dict[str, Any]) -> None:
-    os.setsid()  # its own process group: killed as a whole, with the children it forks
+    if os.getsid(0) != os.getpid():  # a standby has done so
+        os.setsid()  # its own process group: killed as a whole, with the children it forks
     for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -76,6 +79,8 @@ def _become_fresh(request: dict[str, Any]) -> None:
     _reseed()
     faulthandler.enable(all_threads=True)
     register_stacks(request.get("stacks_file", ""))
+    if request.get("late_file"):
+        note_late_variables(Path(request["late_file"]))
 
 
 def _redirect(fd: int, name: str, path: str, reports: int | None) -> None:
@@ -161,6 +166,14 @@ def register_stacks(path: str) -> None:
 def run_recorded(request: dict[str, Any]) -> int:
     """Run the script; write its exception to the error file, without needing @record in the script."""
     try:
+        return _run_reported(request)
+    except Exception as later:  # noqa: BLE001 -- a handler of the script's raised before the report began: see _undisturbed
+        _report(request, later)
+        return 1
+
+
+def _run_reported(request: dict[str, Any]) -> int:
+    try:
         _run_script(request["argv"], module=request["module"])
     except SystemExit as error:
         return _system_exit(error)
@@ -233,12 +246,26 @@ def _report(request: dict[str, Any], error: BaseException) -> None:
     On the console only dlrun prints, once, for the rank that failed first: the "connection closed" of
     the others would hide it. A rank with its own log file prints to it.
     """
+    error = _undisturbed(error)
     error.__traceback__ = _without_launcher(error.__traceback__)
     text = "".join(traceback.format_exception(error))
     path = request.get("error_file") or ""
     recorded = bool(path) and _write_error(Path(path), error, text)
     if request["stderr"] or not recorded or not _default_hook():
         sys.excepthook(type(error), error, error.__traceback__)
+
+
+def _undisturbed(error: BaseException) -> BaseException:
+    """Let no handler raise while an error is reported: a loader's does, when a worker of it has ended. Return the error to report.
+
+    What the handler raises names the worker; the error before it may say only that a connection was reset.
+    """
+    for _ in range(2):  # it may run, and raise, at any of these lines
+        try:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        except Exception as later:  # noqa: BLE001 -- of the script's
+            error = later
+    return error
 
 
 def _default_hook() -> bool:

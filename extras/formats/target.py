@@ -16,7 +16,7 @@ from typing import Any
 from flashckpt.errors import ConfigError, StoreError
 from flashckpt.faults import crash_point
 from flashckpt.storage.posix import rename
-from flashckpt.storage.temporary import machine_tag
+from flashckpt.storage.store import machine_tag
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _SMALLER = "free some room, choose another disk, or take less with --only or --dtype"

@@ -23,8 +23,17 @@ from flashckpt.faults import crash_point
 from flashckpt.storage.conditional import delete_each, require_restartable, truncated
 from flashckpt.storage.direct_io import extents
 from flashckpt.storage.fsspec_store import FsspecStore, discard
-from flashckpt.storage.store import PART_BYTES, SWEEP_AGE_S, Names, ObjectInfo, Objects, check_key
-from flashckpt.storage.temporary import TEMPORARY, is_orphan, temporary_name
+from flashckpt.storage.store import (
+    PART_BYTES,
+    SWEEP_AGE_S,
+    TEMPORARY,
+    Names,
+    ObjectInfo,
+    Objects,
+    check_key,
+    is_orphan,
+    temporary_name,
+)
 
 _REFUSED = ("AccessControlException", "SecurityException", "AuthorizationException", "InvalidToken", "401", "403")
 _FINAL = (

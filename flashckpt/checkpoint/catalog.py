@@ -1,7 +1,7 @@
 """The contents of a root: committed checkpoints and uncommitted ones.
 
 A checkpoint exists if and only if its MANIFEST exists and its digest holds. A listing takes what the catalogue names
-(`catalog_entries`), and reads the summary, which has its own digest, at the start of the newest MANIFESTs and of those
+(`root_records`), and reads the summary, which has its own digest, at the start of the newest MANIFESTs and of those
 that the catalogue lacks; who uses a checkpoint, or deletes others because of it, reads MANIFEST whole. LATEST is never
 read here.
 """
@@ -9,20 +9,40 @@ read here.
 from __future__ import annotations
 
 import enum
+import logging
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from typing import Any
 
-from flashckpt.checkpoint.catalog_entries import CommittedEntry, RootNames, read_names
 from flashckpt.checkpoint.generations import read_generations
 from flashckpt.checkpoint.ranged_reads import with_values
-from flashckpt.checkpoint.root_records import parallel
-from flashckpt.checkpoint.writer import MANIFEST, TOMBSTONE, parse_prefix, prefix_of, read_start
+from flashckpt.checkpoint.root_records import (
+    MANIFEST,
+    TOMBSTONE,
+    CommittedEntry,
+    RootNames,
+    parallel,
+    parse_prefix,
+    prefix_of,
+    read_names,
+)
+from flashckpt.checkpoint.writer import read_start
 from flashckpt.core.lineage import Generation, is_rolled_back
 from flashckpt.core.manifest import Manifest, decode_manifest, header_of
 from flashckpt.core.manifest_header import ManifestHeader, decode_manifest_header
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.errors import DamagedError, FlashckptError, FormatVersionError, NoCheckpointError, ObjectMissingError
+from flashckpt.errors import (
+    DamagedError,
+    FlashckptError,
+    FormatVersionError,
+    NoCheckpointError,
+    ObjectMissingError,
+    may_pass,
+)
+from flashckpt.planning.selection import RootSummary
+from flashckpt.storage.factory import open_in_rank
 from flashckpt.storage.store import Store
 
 
@@ -96,6 +116,9 @@ class RootContents:
 VERIFIED_NEWEST = 32
 """Checkpoints whose header a listing reads although the catalogue names them: those that somebody may choose."""
 _MAX_INFOS = 4096
+_IN_BOTH = ("manifest_bytes", "nbytes", "world_size", "writers", "tensors", "parent")
+"""Fields that an entry of the catalogue has as a `CheckpointInfo` has them."""
+_log = logging.getLogger("flashckpt")
 
 _infos: dict[tuple[str, str, int, float], CheckpointInfo] = {}
 _infos_lock = threading.Lock()
@@ -165,6 +188,35 @@ def _doubted(names: RootNames, infos: Iterable[CheckpointInfo]) -> list[str]:
     newest = max((info.identity for info in infos if not info.problem), default=None)
     identities = {name: parse_prefix(name) for name in names.deleted}
     return [name for name, found in identities.items() if newest is None or (found is not None and found > newest)]
+
+
+@contextmanager
+def open_root(root: str, options: Mapping[str, Any]) -> Iterator[Store]:
+    """Open a root in a rank for the length of a `with` block."""
+    store = open_in_rank(root, options)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def read_root(root: str, options: Mapping[str, Any]) -> RootSummary:
+    """Read a root as rank 0 does at a cold start; for an unreachable one return a view with `error` set, since memory may suffice."""
+    try:
+        with open_root(root, options) as store:
+            infos = sorted(list_checkpoints(store), key=lambda i: (i.generation, i.step), reverse=True)
+            claims = read_generations(store)
+            is_empty = not infos and not any(name.startswith("step-") for name in store.folders())
+    except (FlashckptError, OSError) as error:
+        _log.warning("the root %s cannot be read: %s", root, str(error).splitlines()[0])
+        return RootSummary(error=str(error), may_pass=may_pass(error))
+    return RootSummary(
+        committed=tuple(SnapshotId(i.generation, i.step) for i in infos),
+        prefixes=tuple(i.prefix for i in infos),
+        claims=tuple(claims),
+        is_empty=is_empty,
+        suspects=tuple(i.identity for i in infos if i.suspects),
+    )
 
 
 def read_manifest(store: Store, info: CheckpointInfo | str, *, values: bool = True) -> Manifest:
@@ -276,27 +328,14 @@ def _from_entry(prefix: str, entry: CommittedEntry) -> CheckpointInfo:
         prefix=prefix,
         generation=identity.generation,
         step=identity.step,
-        parent=entry.parent,
-        nbytes=entry.nbytes,
         created_s=entry.created_ms / 1000,
-        world_size=entry.world_size,
-        writers=entry.writers,
-        tensors=entry.tensors,
-        manifest_bytes=entry.manifest_bytes,
+        **{name: getattr(entry, name) for name in _IN_BOTH},
     )
 
 
 def entry_from(info: CheckpointInfo) -> CommittedEntry:
     """Return the catalogue's entry of a valid checkpoint whose MANIFEST was read."""
-    return CommittedEntry(
-        manifest_bytes=info.manifest_bytes,
-        created_ms=round(info.created_s * 1000),
-        nbytes=info.nbytes,
-        world_size=info.world_size,
-        writers=info.writers,
-        tensors=info.tensors,
-        parent=info.parent,
-    )
+    return CommittedEntry(created_ms=round(info.created_s * 1000), **{name: getattr(info, name) for name in _IN_BOTH})
 
 
 def read_summary(store: Store, prefix: str, nbytes: int) -> ManifestHeader | None:

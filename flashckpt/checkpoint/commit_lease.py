@@ -6,7 +6,7 @@ the time that the storage shows. The text in it names the holder, so that a pers
 
 from __future__ import annotations
 
-from flashckpt.checkpoint.writer import prefix_of
+from flashckpt.checkpoint.root_records import prefix_of
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import ObjectMissingError
 from flashckpt.faults import crash_point

@@ -15,7 +15,8 @@ import numpy as np
 
 from flashckpt.checkpoint.catalog import newest_checkpoint
 from flashckpt.checkpoint.generations import check_fence, claim_generation, newest_generation
-from flashckpt.checkpoint.writer import commit, prefix_of
+from flashckpt.checkpoint.root_records import prefix_of
+from flashckpt.checkpoint.writer import commit
 from flashckpt.core.digest import chunk_digests
 from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest import Manifest, encode_manifest

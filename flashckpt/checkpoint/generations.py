@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from flashckpt.checkpoint.root_records import explaining, open_record, parallel
-from flashckpt.checkpoint.writer import parse_prefix
+from flashckpt.checkpoint.root_records import explaining, open_record, parallel, parse_prefix
 from flashckpt.core.lineage import BEGINNING, Generation
 from flashckpt.core.records import is_sealed, pack, seal
 from flashckpt.errors import FencedError, ObjectMissingError, RootError
@@ -49,6 +48,11 @@ def read_generations(store: Store) -> list[Generation]:
     """Return all claims of a root, lowest number first; a claim that cannot be read is an error (never skipped)."""
     keys = [info.key for info in store.list(GENERATIONS) if info.key.rpartition("/")[2].isdigit()]
     return sorted(parallel(lambda key: _read_claim(store, key), keys), key=lambda claim: claim.number)
+
+
+def newest_claim(store: Store) -> int:
+    """Return the highest number claimed on the root; 0 where there is none."""
+    return max(_claimed(store), default=0)
 
 
 def newest_generation(store: Store) -> int:

@@ -18,10 +18,16 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from flashckpt.checkpoint.catalog import CheckpointInfo, RootContents, entry_from, look_at, read_contents, read_manifest
-from flashckpt.checkpoint.catalog_entries import CommittedEntry, RootNames, add_entries, encode_entry
 from flashckpt.checkpoint.generations import read_generations
-from flashckpt.checkpoint.root_records import parallel
-from flashckpt.checkpoint.writer import MANIFEST, TOMBSTONE
+from flashckpt.checkpoint.root_records import (
+    MANIFEST,
+    TOMBSTONE,
+    CommittedEntry,
+    RootNames,
+    add_entries,
+    encode_entry,
+    parallel,
+)
 from flashckpt.core.lineage import is_rolled_back
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.records import is_sealed, pack, seal, unpack, unseal

@@ -1,6 +1,6 @@
 """The sweep of a root: what no commit and no reader will ever need, found by names and removed in batches.
 
-A folder is looked at once: what it is found to hold is noted in the catalogue (`catalog_entries`). A tombstone is read
+A folder is looked at once: what it is found to hold is noted in the catalogue (`root_records`). A tombstone is read
 once more before it is removed. A sweep that is killed anywhere is finished by the next one.
 """
 
@@ -12,7 +12,6 @@ import time
 from dataclasses import dataclass
 
 from flashckpt.checkpoint.catalog import RootContents, read_contents
-from flashckpt.checkpoint.catalog_entries import add_entries
 from flashckpt.checkpoint.intents import INTENTS, list_intents, read_intents
 from flashckpt.checkpoint.retention import (
     TOMBSTONE_AGE_S,
@@ -24,8 +23,7 @@ from flashckpt.checkpoint.retention import (
     prune,
     tombstone,
 )
-from flashckpt.checkpoint.root_records import parallel
-from flashckpt.checkpoint.writer import MANIFEST, TOMBSTONE, parse_prefix, prefix_of
+from flashckpt.checkpoint.root_records import MANIFEST, TOMBSTONE, add_entries, parallel, parse_prefix, prefix_of
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, ObjectMissingError, RootError, StoreError
 from flashckpt.faults import crash_point

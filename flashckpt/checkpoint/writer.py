@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import mmap
-import re
 import threading
 import time
 import weakref
@@ -29,12 +28,12 @@ from flashckpt.checkpoint.compression import (
     worth_compressing,
 )
 from flashckpt.checkpoint.indexes import check_packs, put_indexes, read_indexes
+from flashckpt.checkpoint.root_records import LATEST, MANIFEST, TOMBSTONE, prefix_of
 from flashckpt.core.digest import CHUNK_BYTES
 from flashckpt.core.manifest import Manifest, decode_manifest, encode_manifest, merge
 from flashckpt.core.manifest_header import HEAD_BYTES, decode_manifest_header
 from flashckpt.core.schema import cut_tensors_with_gaps, products
 from flashckpt.core.shard_table import ShardTable
-from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import (
     DamagedError,
     FencedError,
@@ -58,12 +57,6 @@ from flashckpt.planning.packs import (
     plan_packs,
 )
 from flashckpt.storage.store import PART_BYTES, Store
-
-MANIFEST = "MANIFEST"
-LATEST = "LATEST"
-TOMBSTONE = b"FCKABANDONED"
-"""Content of a tombstone: this must not be committed any more, its data is being deleted."""
-_PREFIX = re.compile(r"^step-(\d{9,})\.g(\d+)$")
 
 _upload_bytes_s: dict[str, float] = {}
 _log = logging.getLogger(__name__)
@@ -275,17 +268,6 @@ def _read_indexes(store: Store, prefix: str, writers: Sequence[int]) -> list[Man
                 expected=f"rank {index.rank}, {prefix}",
             )
     return indexes
-
-
-def prefix_of(generation: int, step: int) -> str:
-    """Return the folder of a checkpoint under the root, e.g. "step-000000120.g3"."""
-    return f"step-{step:09d}.g{generation}"
-
-
-def parse_prefix(name: str) -> SnapshotId | None:
-    """Return (generation, step) of a checkpoint's folder name; None for any other name."""
-    match = _PREFIX.match(name.strip("/"))
-    return SnapshotId(int(match.group(2)), int(match.group(1))) if match else None
 
 
 # -- The bytes of a pinned slot on their way into packs: verified, then handed out where they lie ------------------

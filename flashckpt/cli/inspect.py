@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from typing import Any
 
@@ -12,6 +13,8 @@ from rich.text import Text
 from rich.tree import Tree
 
 from flashckpt.checkpoint.catalog import read_manifest
+from flashckpt.checkpoint.history import read_history, summary
+from flashckpt.checkpoint.incidents import read_incidents
 from flashckpt.cli.common import (
     Command,
     age_of,
@@ -28,6 +31,8 @@ from flashckpt.cli.coverage import coverage_rows, coverage_table, parse_layout, 
 from flashckpt.cli.numbers import numbers_of, words_of
 from flashckpt.cli.output import FittingTable
 from flashckpt.cli.replicas import lags
+from flashckpt.cli.status_page import in_short
+from flashckpt.core.incident import as_values
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard import split_owner
 from flashckpt.core.shard_table import ShardTable
@@ -36,6 +41,9 @@ from flashckpt.printable import counted, plain, printable
 
 MANY = 40
 """Children of a tree node beyond which only a count is shown, unless --all is given."""
+MOST_KINDS = 12
+"""Kinds of tensors, and values, of the summary."""
+_NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.|$)")
 LINES = 1000
 """Tensors beyond which --all shows lines with whole names, for grep: a tree of so many would take a minute."""
 
@@ -43,6 +51,7 @@ LINES = 1000
 @click.command(cls=Command)
 @root_options
 @step_option
+@click.option("--tensors", "listed", is_flag=True, help="List tensors and values as trees, at most 40 of each branch.")
 @click.option("--all", "everything", is_flag=True, help="Show every tensor, however many there are.")
 @click.option("--coverage", is_flag=True, help="Show what each tier and rank on this machine covers of the state.")
 @click.option("--plan", "layout", metavar="DPxTPxPP", help="Show what a restore under another layout would read.")
@@ -52,19 +61,20 @@ def inspect(
     root: str,
     options: tuple[str, ...],
     step: str | None,
+    listed: bool,
     everything: bool,
     coverage: bool,
     layout: str | None,
     as_json: bool,
 ) -> None:
-    """Show the tensors, layout, data position and configuration of one checkpoint of ROOT.
+    """Show what is in one checkpoint of ROOT: data position, configuration, kinds of tensors, and what its job has cost.
 
     --plan is an estimate: layers go to pipeline stages in equal runs, TP cuts the dimension that the
     checkpoint's own TP cut (else the first), FSDP cuts the first dimension. Nothing is read but MANIFEST.
 
     Examples:
       flashckpt inspect /checkpoints/run7
-      flashckpt inspect /checkpoints/run7 --step 120.g3 --all
+      flashckpt inspect /checkpoints/run7 --step 120.g3 --tensors
       flashckpt inspect /checkpoints/run7 --plan 4x2x1
     """
     wanted = None if layout is None else parse_layout(layout)
@@ -81,8 +91,20 @@ def inspect(
         plan = plan_layout(root, manifest, wanted)
         show({"prefix": info.prefix, "plan": plan}, as_json=as_json, table=lambda: plan_table(plan))
         return
-    document = describe(manifest) | {"prefix": info.prefix, "created_s": info.created_s, "root": store.url}
-    show(document, as_json=as_json, table=lambda: _page(document, manifest, everything=everything))
+    records, incidents = read_history(store), read_incidents(store, most=3)
+    about = {"prefix": info.prefix, "created_s": info.created_s, "root": store.url, "history": summary(records)}
+    about["incidents"] = [as_values(one) for one in incidents]
+    full = describe(manifest) | about
+    show(
+        full,
+        as_json=as_json,
+        table=lambda: _page(
+            full | {"remembered": in_short(records) + [one.verdict for one in incidents]},
+            manifest,
+            listed=listed,
+            everything=everything,
+        ),
+    )
 
 
 def describe(manifest: Manifest) -> dict[str, Any]:
@@ -123,7 +145,8 @@ def _writer_bytes(manifest: Manifest) -> dict[str, int]:
     return dict(sorted(sums.items()))
 
 
-def _page(document: dict[str, Any], manifest: Manifest, *, everything: bool) -> Group:
+def _page(document: dict[str, Any], manifest: Manifest, *, listed: bool, everything: bool) -> Group:
+    """Return the page: a summary, and with `listed` or `everything` all tensors and values as trees."""
     parent = document["parent"]
     head = [
         f"{document['prefix']}  of job {document['job']}, {age_of(document['created_s'])} old",
@@ -132,19 +155,67 @@ def _page(document: dict[str, Any], manifest: Manifest, *, everything: bool) -> 
         f"{counted(len(document['tensors']), 'tensor')}, {human_bytes(document['nbytes'])}, "
         f"{counted(document['world_size'], 'rank')}, " + _writers(document["writer_bytes"]),
     ]  # fmt: skip
+    parts = [*map(_label, head), *map(_label, document.get("remembered", ()))]
+    if listed or everything:
+        tree = _tensors(manifest, document["tensors"], everything=everything)
+        return Group(*parts, "", tree, "", _values(document["values"], everything=everything))
+    return Group(*parts, "", *_short_values(document["values"]), "", *_kinds(document["tensors"]))
+
+
+def _values(found: dict[str, Any], *, everything: bool) -> Tree:
     values = Tree("values (data position, random state, configuration)")
+    shown, others = (found, {}) if everything else _of_one_rank(found)
+    for key, value in shown.items():
+        _value(values, key, value)
+    for name, count in others.items():
+        values.add(_label(f"{name}: the same of {counted(count, 'more rank')} (--all shows them)"))
+    return values
+
+
+def _of_one_rank(found: dict[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the values without those that another rank has under the same name, and how many of each name were left out."""
+    shown: dict[str, Any] = {}
     seen: dict[str, int] = defaultdict(int)
-    for key, value in document["values"].items():
+    for key, value in found.items():
         base, owner = split_owner(key)
-        name = base if owner.startswith("rank") else ""
-        seen[name] += 1
-        if everything or not name or seen[name] == 1:
-            _value(values, key, value)
-    for name, count in seen.items():
-        if name and count > 1 and not everything:
-            values.add(_label(f"{name}: the same of {counted(count - 1, 'more rank')} (--all shows them)"))
-    head = [printable(line) for line in head]
-    return Group(*head, "", _tensors(manifest, document["tensors"], everything=everything), "", values)
+        if owner.startswith("rank"):
+            seen[base] += 1
+        if not owner.startswith("rank") or seen[base] == 1:
+            shown[key] = value
+    return shown, {name: count - 1 for name, count in seen.items() if count > 1}
+
+
+def _short_values(found: dict[str, Any]) -> list[Text]:
+    """Return one line for each value, with its beginning."""
+    shown, others = _of_one_rank(found)
+    lines = []
+    for key, value in list(shown.items())[:MOST_KINDS]:
+        text = printable(f"{key} = {printable(value)}")
+        more = others.get(split_owner(key)[0], 0)
+        lines.append(
+            _label(
+                (text if len(text) <= 79 else text[:76] + "...")
+                + (f" and {counted(more, 'more rank')}" if more else "")
+            )
+        )
+    return [*lines, *_rest(len(shown), "value")]
+
+
+def _kinds(tensors: list[dict[str, Any]]) -> list[FittingTable | Text]:
+    """Return the tensors by kind, largest first: those that differ in numbers of their names only are one."""
+    kinds: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    for one in tensors:
+        shape = "x".join(map(str, one["shape"])) or "scalar"
+        kinds[_NUMBER.sub("#", one["fqn"]), one["dtype"], shape].append(one["nbytes"])
+    table = new_table("TENSORS", ">COUNT", "DTYPE", "SHAPE", ">SIZE")
+    for (name, dtype, shape), sizes in sorted(kinds.items(), key=lambda kind: -sum(kind[1]))[:MOST_KINDS]:
+        table.add_row(name, str(len(sizes)), dtype, shape, human_bytes(sum(sizes)))
+    return [table, *_rest(len(kinds), "kind")]
+
+
+def _rest(number: int, noun: str) -> list[Text]:
+    more = number - MOST_KINDS
+    return [Text(f"... and {counted(more, f'more {noun}')} (--tensors lists all)")] if more > 0 else []
 
 
 def _writers(nbytes: dict[str, int]) -> str:

@@ -12,8 +12,7 @@ from rich.table import Table
 from flashckpt.checkpoint.catalog import CheckpointInfo, RootContents, read_contents
 from flashckpt.checkpoint.choice import refuse_empty
 from flashckpt.checkpoint.retention import kept_prefixes
-from flashckpt.checkpoint.root_records import parallel
-from flashckpt.checkpoint.writer import parse_prefix
+from flashckpt.checkpoint.root_records import parallel, parse_prefix
 from flashckpt.cli.common import (
     Command,
     abandoned,

@@ -29,6 +29,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "gc": ("flashckpt.cli.gc:gc", "Remove garbage: dead jobs' memory, orphans, expired checkpoints."),
     "forget": ("flashckpt.cli.forget:forget", "Start over: forget what this machine's memory holds of a dead job."),
     "status": ("flashckpt.cli.status:status", "Show the jobs on this machine: last snapshot, last persist, failures."),
+    "dashboard": ("", "Show a running or finished job as one page."),
+    "doctor": ("flashckpt.cli.doctor:doctor", "Check this machine and a root for what would stop a job."),
     "examples": ("flashckpt.cli.examples:examples", "List example programs and configurations, or write them here."),
     "bench": ("", "Measure memory and storage the way flashckpt uses them."),
     "plan": ("", "Advise on intervals from measured or assumed costs."),

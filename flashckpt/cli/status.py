@@ -9,36 +9,72 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
-from flashckpt.cli.common import Command, age_of, human_bytes, json_option, new_table, show, tell_skipped
-from flashckpt.cli.replicas import in_words, replication
-from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.checkpoint.history import SessionRecord, read_history, summary
+from flashckpt.checkpoint.incidents import read_incidents
+from flashckpt.cli.common import Command, json_option, open_root, show, tell_skipped
+from flashckpt.cli.replicas import replication
+from flashckpt.cli.status_page import MOST_VERDICTS, in_short, page, table
+from flashckpt.cli.status_page import sessions as sessions_table
+from flashckpt.core.incident import Incident, as_values
+from flashckpt.core.records import pack
 from flashckpt.errors import FlashckptError, PersistError
 from flashckpt.native import IMPLEMENTATIONS, implementation
+from flashckpt.printable import printable
 from flashckpt.shm.control import ControlRow, ControlView
+from flashckpt.shm.incident_files import incidents_in
 from flashckpt.shm.inventory import scan
 from flashckpt.shm.job_directory import JobDirectory, jobs_in_memory
+from flashckpt.shm.job_id import root_url
 from flashckpt.shm.segment import Segment
 
 
 @click.command(cls=Command)
+@click.argument("root", required=False, type=click.Path())
+@click.option("-o", "options", metavar="KEY=VALUE", multiple=True, help="Storage option of ROOT.")
 @click.option("--job", help="Only this job.")
+@click.option("--all", "everything", is_flag=True, help="One row per job, with every column; dead jobs too.")
 @json_option
-def status(job: str | None, as_json: bool) -> int:
+def status(root: str | None, options: tuple[str, ...], job: str | None, everything: bool, as_json: bool) -> int:
     """Show the jobs in this machine's memory: last snapshot, last persist, lag, failures.
 
+    With ROOT: only its jobs, and what the root remembers of all its sessions, also on another machine and after their end:
+    restarts by cause, steps lost, goodput.
+    The newest verdicts are shown of incidents that ended a generation (docs/incidents.md).
     `copied_by` is what copies memory: the C part, and its level, or python; of a job, what its ranks use, else what this installation would.
     Exit code 40 if persisting fails for one of them.
 
-    Example:
+    Examples:
+      flashckpt status
+      flashckpt status s3://bucket/run7
       flashckpt status --json
     """
     directories, skipped = jobs_in_memory()
     left_alone = tell_skipped(skipped)
     found = [describe(directory) for directory in directories if job in (None, directory.job)]
-    document = {"jobs": found, "left_alone": left_alone, "copied_by": implementation()}
-    show(document, as_json=as_json, table=lambda: _table(found, implementation()))
+    document: dict[str, Any] = {"jobs": found, "left_alone": left_alone, "copied_by": implementation()}
+    records: list[SessionRecord] = []
+    incidents: list[Incident] = []
+    if root is not None:
+        document["jobs"] = found = [one for one in found if one["root"] and root_url(one["root"]) == root_url(root)]
+        records = read_history(open_root(root, options))
+        sessions = [pack(one) for one in records]
+        incidents = read_incidents(open_root(root, options))
+        document["incidents"] = [as_values(one) for one in incidents]
+        document |= {"root": root, "history": summary(records) | {"records": sessions}}
+
+    def shown() -> Group | Table:
+        jobs = table(found, implementation()) if everything else page(found, implementation())
+        if root is None:
+            return jobs
+        lines = in_short(records) + [f"{one.time[:19]} {one.verdict}" for one in incidents[-MOST_VERDICTS:]]
+        text = "\n".join(printable(line) for line in lines) or f"{printable(root)} remembers no session"
+        return Group(Text(text, overflow="fold"), sessions_table(records), *([Text(""), jobs] if found else []))
+
+    show(document, as_json=as_json, table=shown)
     return PersistError.exit_code if any(one["error"] for one in found) else 0
 
 
@@ -60,6 +96,7 @@ def describe(directory: JobDirectory) -> dict[str, Any]:
         notes.append(notice)
     view = scan(directory, [record] if record else [])
     newest = max(view.complete(), default=None)
+    files = [path.lstat() for path in directory.segments() if path.exists()]
     return {
         "job": directory.job,
         "path": str(directory.path),
@@ -78,8 +115,10 @@ def describe(directory: JobDirectory) -> dict[str, Any]:
         "updated_s": daemon.updated_ns / 1e9 if daemon else None,
         "replicas": replication(directory, daemon, record),
         **goodput(directory),
-        "nbytes": sum(path.lstat().st_blocks * 512 for path in directory.segments() if path.exists()),
+        "nbytes": sum(one.st_blocks * 512 for one in files),
+        "touched_s": max((one.st_mtime for one in files), default=None),
         "notes": notes,
+        "incidents": [as_values(one) for one in incidents_in(directory.path, MOST_VERDICTS)],
     }
 
 
@@ -125,54 +164,3 @@ def _rows(directory: JobDirectory) -> list[ControlRow]:
 def _implementation(number: int) -> str:
     """Return what copies, by its number in a row; "" for none, and for one of a later release."""
     return IMPLEMENTATIONS[number] if 0 <= number < len(IMPLEMENTATIONS) else ""
-
-
-def _table(found: list[dict[str, Any]], copied_by: str) -> Table | str:
-    if not found:
-        return f"no job in this machine's memory; copied by: {copied_by}"
-    table = new_table(
-        "JOB",
-        "STATE",
-        ">GEN",
-        ">STEP",
-        ">SNAPSHOT",
-        ">COMMITTED",
-        ">LAG",
-        ">FAILURES",
-        ">RESTARTS",
-        ">GOODPUT",
-        ">MEMORY",
-        *(["REPLICAS"] if any(one["replicas"] for one in found) else []),
-        "ROOT",
-        "",
-        title=f"this installation copies memory by: {copied_by}",
-    )
-    for one in found:
-        state = "running" if one["alive"] else "flushing" if one["daemon_alive"] else "dead, resumable"
-        stale = one["updated_s"] and one["daemon_alive"] and time.time() - one["updated_s"] > 60
-        remark = one["error"].splitlines()[0] if one["error"] else ""
-        if stale:
-            remark = f"the daemon has reported nothing for {age_of(one['updated_s'])}. {remark}"
-        if one["copied_by"] not in ([], [copied_by]):
-            remark = f"its ranks copy by: {', '.join(one['copied_by'])}. {remark}"
-        table.add_row(
-            one["job"],
-            state,
-            str(one["generation"] or ""),
-            "" if one["step"] is None else str(one["step"]),
-            _identity(one["snapshot"]),
-            _identity(one["committed"]),
-            str(one["lag"]),
-            str(one["failures"]),
-            str(one["rank_failures"]),
-            f"{one['goodput']:.1%}" if one["goodput"] is not None and one["alive"] else "",
-            human_bytes(one["nbytes"]),
-            *([in_words(one["replicas"])] if any(other["replicas"] for other in found) else []),
-            one["root"] or "",
-            "; ".join([*one["notes"], remark]).strip("; "),
-        )
-    return table
-
-
-def _identity(identity: SnapshotId | None) -> str:
-    return "" if identity is None else f"{identity[1]}.g{identity[0]}"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import xxhash
+
+if TYPE_CHECKING:
+    import numpy as np
 
 CHUNK_BYTES = 1 << 20
 """Bytes per digest: at 1 MiB a chunk is hashed while it is still in cache (1.2x a bare copy, 1.4x in a second pass)."""
@@ -32,6 +34,8 @@ def chunk_count(nbytes: int) -> int:
 
 def chunk_digests(view: Any) -> np.ndarray:
     """Return np.uint64[chunk_count], one digest per CHUNK_BYTES of one shard's bytes; the last chunk may be short."""
+    import numpy as np  # starts threads where no variable forbids it, and dlrun must have one when it forks its zygote
+
     raw = memoryview(view)
     if not raw.nbytes:  # cannot be cast
         return np.zeros(0, np.uint64)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float32]
 
 
-class Figures(NamedTuple):
+class TensorFigures(NamedTuple):
     """One entry per row of a table.
 
     Attributes:
@@ -28,14 +28,14 @@ class Figures(NamedTuple):
     suspect: npt.NDArray[np.bool_]
 
     @classmethod
-    def unknown(cls, rows: int) -> Figures:
+    def unknown(cls, rows: int) -> TensorFigures:
         """Return those of rows of which nothing is known."""
         return cls(np.full(rows, -1, np.float32), np.zeros(rows, np.float32), np.zeros(rows, np.bool_))
 
-    def take(self, rows: Any) -> Figures:
+    def take(self, rows: Any) -> TensorFigures:
         """Return those of some rows."""
         at = np.asarray(rows, np.int64)
-        return Figures(self.largest[at], self.norm[at], self.suspect[at])
+        return TensorFigures(self.largest[at], self.norm[at], self.suspect[at])
 
     def packed(self) -> dict[str, Any]:
         """Return them as msgpack types."""
@@ -43,8 +43,8 @@ class Figures(NamedTuple):
         return {"largest": largest, "norm": norm, "suspect": np.flatnonzero(self.suspect).tolist()}
 
 
-def figures_from(packed: dict[Any, Any], rows: int) -> Figures:
-    """Return what `Figures.packed` gave; ValueError, TypeError or KeyError where it does not fit so many rows."""
+def figures_from(packed: dict[Any, Any], rows: int) -> TensorFigures:
+    """Return what `TensorFigures.packed` gave; ValueError, TypeError or KeyError where it does not fit so many rows."""
     largest, norm = (np.frombuffer(packed[name], "<f4") for name in ("largest", "norm"))
     suspect = np.zeros(rows, np.bool_)
     if not len(largest) == len(norm) == rows:
@@ -53,12 +53,12 @@ def figures_from(packed: dict[Any, Any], rows: int) -> Figures:
     if type(listed) is not list or not all(type(row) is int and 0 <= row < rows for row in listed):
         raise ValueError("a suspect row is not one of the table")
     suspect[listed] = True
-    return Figures(largest, norm, suspect)
+    return TensorFigures(largest, norm, suspect)
 
 
-def stacked(parts: Sequence[tuple[Figures | None, int]]) -> Figures | None:
+def stacked(parts: Sequence[tuple[TensorFigures | None, int]]) -> TensorFigures | None:
     """Return those of several tables one after another, each with its number of rows; None where no table has any."""
     if all(figures is None for figures, _ in parts):
         return None
-    found = [Figures.unknown(rows) if figures is None else figures for figures, rows in parts]
-    return Figures(*(np.concatenate(column) for column in zip(*found, strict=True)))
+    found = [TensorFigures.unknown(rows) if figures is None else figures for figures, rows in parts]
+    return TensorFigures(*(np.concatenate(column) for column in zip(*found, strict=True)))

@@ -17,7 +17,7 @@ import msgpack
 import numpy as np
 
 from flashckpt.core.digest import CHUNK_BYTES, NAME, digest, digest_of
-from flashckpt.core.figures import Figures, figures_from, stacked
+from flashckpt.core.figures import TensorFigures, figures_from, stacked
 from flashckpt.core.manifest_header import (
     HEADER,
     KEY,
@@ -90,7 +90,7 @@ class Manifest:
     is_part: bool = False
     covers: tuple[int, ...] = ()
     ranged: RangedValues = NO_RANGES
-    figures: Figures | None = None
+    figures: TensorFigures | None = None
 
     @classmethod
     def of(
@@ -100,7 +100,7 @@ class Manifest:
         table: ShardTable,
         digests: np.ndarray,
         values: dict[str, Any],
-        figures: Figures | None = None,
+        figures: TensorFigures | None = None,
     ) -> Manifest:
         """Return the manifest of one rank's snapshot in its slot."""
         return cls(

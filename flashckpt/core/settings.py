@@ -22,8 +22,6 @@ MAX_STEP = 10**15
 MOST_REPLICAS = 2
 """Most partners of a node."""
 MAX_COMPRESSION_LEVEL = 19
-MOST_REPLICAS = 2
-"""Most partners of a node."""
 _COMPRESSIONS = f'"off", "auto", "zstd" or "zstd:LEVEL" with LEVEL 1 to {MAX_COMPRESSION_LEVEL}'
 _OF_GENERATORS = ("get_state", "getstate", "bit_generator", "state_dict")
 """Methods of which generators of torch, Python and numpy, and wrappers of them, have one."""
@@ -174,7 +172,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name in _RULES:
-            object.__setattr__(self, name, checked(name, getattr(self, name)))
+            value, default = getattr(self, name), _DEFAULTS[name]
+            if type(value) is not type(default) or value != default:
+                object.__setattr__(self, name, checked(name, value))
         if self.replicate and self.slots == MIN_SLOTS:
             raise ConfigError(
                 "two slots are too few to replicate from",
@@ -210,6 +210,7 @@ class Settings:
 
 
 _RULES: dict[str, Rule] = {one.name: one.metadata["rule"] for one in fields(Settings) if one.metadata}
+_DEFAULTS = {one.name: one.default for one in fields(Settings)}
 
 
 def tracking_settings(rng: object, fenced: str | Iterable[str], names: Iterable[str]) -> tuple[bool, tuple[str, ...]]:

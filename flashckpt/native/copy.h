@@ -33,6 +33,7 @@ struct level {
     const char *name;
     const struct xxh3_level *hash;
     const struct numbers *numbers; /* [KINDS] */
+    const fused_loop *fused; /* [KINDS] */
     /* Copy n bytes by stores that pass the cache; target aligned to 64, n a multiple of 64. NULL: there are none. */
     void (*stream)(uint8_t *target, const uint8_t *source, size_t n);
     size_t piece; /* bytes that are copied before they are digested, a multiple of a block */

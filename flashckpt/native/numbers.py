@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flashckpt.core.figures import Figures
+from flashckpt.core.figures import TensorFigures
 from flashckpt.core.shard_table import ShardTable
 
 FIGURES = np.dtype([("top", "<u8"), ("squares", "<f8")])
@@ -46,11 +46,11 @@ def kinds_of(table: ShardTable) -> npt.NDArray[np.uint8]:
     return kinds
 
 
-def figures_of_rows(table: ShardTable, chunks: npt.NDArray[np.void]) -> Figures:
+def figures_of_rows(table: ShardTable, chunks: npt.NDArray[np.void]) -> TensorFigures:
     """Return the figures of the rows of a table from those of their chunks; nobody is suspect yet."""
-    found = Figures.unknown(len(table))
+    found = TensorFigures.unknown(len(table))
     kinds = kinds_of(table)
-    held = np.flatnonzero(table.nbytes > 0)  # their chunks lie one behind the other
+    held = np.flatnonzero(table.nbytes > 0)  # their chunks lie one after another
     if not held.size:
         return found
     first = table.first_chunk[held]

@@ -130,7 +130,7 @@ def host_names(inventories: Sequence[Inventory]) -> list[str]:
 
 def node_names(inventories: Sequence[Inventory]) -> list[str]:
     """Return every node once, in the order of its lowest rank: what node indices count in."""
-    return list(dict.fromkeys(i.node for i in inventories))
+    return list(dict.fromkeys([i.node for i in inventories]))
 
 
 def local_world(inventories: Sequence[Inventory], rank: int) -> list[int]:

@@ -15,7 +15,7 @@ import msgpack
 import numpy as np
 
 from flashckpt import collectives
-from flashckpt.checkpoint import root_summary
+from flashckpt.checkpoint import catalog
 from flashckpt.checkpoint.catalog import manifest_from, read_manifest_bytes
 from flashckpt.checkpoint.ranged_reads import with_values
 from flashckpt.checkpoint.retention import leased
@@ -104,7 +104,7 @@ def share_manifest(
     """
 
     def read() -> bytes:
-        store = stack.enter_context(root_summary.open_root(root, options))
+        store = stack.enter_context(catalog.open_root(root, options))
         stack.enter_context(leased(store, prefix))
         return read_manifest_bytes(store, prefix)
 
@@ -125,7 +125,7 @@ def share_manifest(
 
 def _shared(checkpoint: Checkpoint, raw: bytes, frame: bytes, stack: contextlib.ExitStack) -> str:
     """Decode MANIFEST for the ranks of this node; return where it is until the stack ends."""
-    with root_summary.open_root(checkpoint.root, checkpoint.options) as store:
+    with catalog.open_root(checkpoint.root, checkpoint.options) as store:
         raw = raw or read_manifest_bytes(store, checkpoint.prefix)
         if raw[: len(frame)] != frame:
             raise NoCheckpointError(f"the MANIFEST of {checkpoint.prefix} is not the one that rank 0 has read")
@@ -157,7 +157,7 @@ def open_memory(
         own: The segment that this process owns, if any: its mapping is read.
     """
     found = []
-    for segment, slot in complete_slots(segments, id_, stack):
+    for segment, slot in complete_slots(segments, id_, stack, own):
         try:
             owner = own if own is not None and own.is_same(segment) else None
             source = MemorySource(segment, slot, identity=id_, owner=owner)
@@ -182,7 +182,7 @@ def open_storage(checkpoint: Checkpoint, owner: str, stack: contextlib.ExitStack
     if not checkpoint.manifest and not checkpoint.shared:
         reader = "the first rank of this node" if checkpoint.nbytes else "rank 0"
         raise NoCheckpointError(f"{reader} could not read MANIFEST of {checkpoint.prefix}")
-    store = stack.enter_context(root_summary.open_root(checkpoint.root, checkpoint.options))
+    store = stack.enter_context(catalog.open_root(checkpoint.root, checkpoint.options))
     manifest = _manifest_of(checkpoint, store)
     manifest = with_values(store, checkpoint.prefix, manifest, owner=owner)
     source = StorageSource(store, manifest, checkpoint.prefix)
@@ -191,12 +191,15 @@ def open_storage(checkpoint: Checkpoint, owner: str, stack: contextlib.ExitStack
 
 
 def complete_slots(
-    segments: Sequence[Path], id_: SnapshotId, stack: contextlib.ExitStack
+    segments: Sequence[Path], id_: SnapshotId, stack: contextlib.ExitStack, own: Segment | None = None
 ) -> Iterator[tuple[Segment, int]]:
-    """Yield (segment, slot) of every slot of this node that holds a snapshot."""
+    """Yield (segment, slot) of every slot of this node that holds a snapshot; `own` is open already, and stays so."""
     for path in segments:
         with contextlib.suppress(FlashckptError, OSError):
-            segment = stack.enter_context(contextlib.closing(Segment.attach(path)))
+            if own is not None and own.path == path:
+                segment = own
+            else:
+                segment = stack.enter_context(contextlib.closing(Segment.attach(path)))
             for slot, header in enumerate(segment.headers()):
                 if header.is_complete and header.identity == id_:
                     yield segment, slot

@@ -309,6 +309,8 @@ def _say(rejected: Sequence[Rejected], but: str = "") -> None:
 
 def _refuse_emptied_root(request: RestoreRequest, inventories: Sequence[Inventory], root: RootSummary) -> None:
     """Refuse to continue from memory, or to start fresh, silently where the root has lost its checkpoints."""
+    if not any(inventory.committed for inventory in inventories):
+        return
     found = select(inventories, root)
     if (missing := missing_on_root(inventories, root, found)) is not None:
         raise emptied(request.root, missing, found)

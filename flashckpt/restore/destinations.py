@@ -16,6 +16,7 @@ from flashckpt.core.shard import Shard
 from flashckpt.native.copying import PYTHON, copy_and_digest, implementation
 from flashckpt.native.descriptors import DescriptorError
 from flashckpt.planning.pieces import Runs
+from flashckpt.shm.segment_file import address_of
 
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
@@ -104,12 +105,6 @@ class _Memory:
     def __init__(self, address: int, nbytes: int, owners: object) -> None:
         self.owners = owners
         self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (nbytes,), "data": (address, False)}
-
-
-def address_of(array: Bytes) -> int:
-    """Return where an array's first byte lies."""
-    address: int = array.__array_interface__["data"][0]
-    return address
 
 
 def copy_bytes(targets: Ints, sources: Ints, sizes: Ints) -> None:

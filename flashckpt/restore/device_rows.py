@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from flashckpt.accelerator import host_buffer, runtime
+from flashckpt.accelerator import host_buffer, runtime, waited_event
 from flashckpt.core.shard import round_up
 from flashckpt.planning.pieces import Runs
-from flashckpt.restore.destinations import Bytes, Ints, address_of, copy_bytes, strided_blocks
+from flashckpt.restore.destinations import Bytes, Ints, copy_bytes, strided_blocks
+from flashckpt.shm.segment_file import address_of
 
 BLOCK_BYTES = 8 << 20
 """Of one block: what one thread fetches at a time."""
@@ -27,8 +28,8 @@ BLOCKS = 16
 _ALIGN = 16
 """Runs that share a block begin at multiples of this: a kernel then copies them by whole words."""
 
-cuda: Any = runtime()
-"""Or a stand-in, so that the order of operations is tested without a GPU."""
+cuda: Any = None
+"""A stand-in for `runtime()`, so that the order of operations is tested without a GPU."""
 
 
 class DeviceRows:
@@ -40,15 +41,16 @@ class DeviceRows:
 
     def __init__(self, rows: Mapping[int, torch.Tensor]) -> None:
         self.rows = rows
+        self._api = cuda if cuda is not None else runtime()
         self._free: list[torch.Tensor] = []
         self._under_way: deque[tuple[Any, torch.Tensor]] = deque()
         self._made = 0
         self._lock = threading.Lock()
         self._streams: dict[torch.device, Any] = {}
         for device in {row.device for row in rows.values()}:
-            queued = cuda.Event()
-            queued.record(cuda.current_stream(device))
-            self._streams[device] = cuda.Stream(device)
+            queued = self._api.Event()
+            queued.record(self._api.current_stream(device))
+            self._streams[device] = self._api.Stream(device)
             self._streams[device].wait_event(queued)  # new memory may still be read by what used it before
 
     @contextlib.contextmanager
@@ -137,7 +139,7 @@ class DeviceRows:
             used = self._under_way.popleft() if self._under_way and self._made >= BLOCKS else None
             self._made += used is None
         if used is None:
-            return host_buffer(BLOCK_BYTES, device, api=cuda)
+            return host_buffer(BLOCK_BYTES, device, api=self._api)
         event, block = used
         event.synchronize()
         return block
@@ -151,9 +153,9 @@ class DeviceRows:
     def _queueing(self, device: torch.device, staging: torch.Tensor) -> Iterator[None]:
         """Make the device's stream the current one; behind the block `staging` is used again once the stream got there."""
         # the device first: a thread begins on device 0, and going back there would make a context on it
-        with torch.no_grad(), cuda.device(device), cuda.stream(stream := self._streams[device]):
+        with torch.no_grad(), self._api.device(device), self._api.stream(stream := self._streams[device]):
             yield
-            event = cuda.Event(blocking=True)
+            event = waited_event(self._api)
             event.record(stream)
         if len(staging) == BLOCK_BYTES:
             with self._lock:

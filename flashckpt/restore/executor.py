@@ -32,9 +32,9 @@ from flashckpt.native.descriptors import DescriptorError
 from flashckpt.planning.box_match import Gap, SourceRow
 from flashckpt.planning.pieces import JOB_BYTES, Job, Pieces, cut_pieces, distinct, merge_pieces
 from flashckpt.planning.read_plan import ReadPlan, as_table, plan_gaps, plan_reads
-from flashckpt.restore.destinations import Destinations, Target, address_of, copy_bytes, scatter
+from flashckpt.restore.destinations import Destinations, Target, copy_bytes, scatter
 from flashckpt.restore.sources import Source, Spans, copy_verified
-from flashckpt.shm.segment_file import FreshMemory
+from flashckpt.shm.segment_file import FreshMemory, address_of
 
 # -- How long each phase of a restore took, and what no phase should pay for ---------------------------------------
 

@@ -18,7 +18,7 @@ from typing import Any
 import msgpack
 
 from flashckpt import collectives, errors
-from flashckpt.checkpoint import generations, root_summary
+from flashckpt.checkpoint import catalog, generations
 from flashckpt.checkpoint.generations import read_generations
 from flashckpt.core.lineage import BEGINNING, Generation, is_rolled_back
 from flashckpt.core.snapshot_id import SnapshotId
@@ -28,7 +28,7 @@ from flashckpt.faults import crash_point
 from flashckpt.logs import guarded
 from flashckpt.planning.inventory import HeldSlot, Inventory, Member, unpack_all
 from flashckpt.planning.selection import RestoreRequest, RootSummary, refuse_damage, require_same_request
-from flashckpt.shm.agent_folder import agent_folder, note_waiting
+from flashckpt.shm.agent_folder import agent_folder, note_waiting, read_job
 from flashckpt.shm.control import Control, ControlView
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.job_key import ranks_key
@@ -62,7 +62,7 @@ def gather(
         node=f"{boot_id().hex()}:{status.st_dev}:{status.st_ino}",
         slots=tuple(_slots(directory)),
         generation=lineage,
-        restart=env.FLASHCKPT_RESTART,
+        restart=_restarts(directory) if env.FLASHCKPT_RESTART else 0,
         need_bytes=need_bytes,
         free_bytes=free_bytes,
         members=tuple(_members(directory)),
@@ -72,10 +72,22 @@ def gather(
         damage=damage,
         back=env.FLASHCKPT_BACK,
     )
-    found = unpack_all(gathered(mine.pack(), ranks_key()))
+    found = [mine] if collectives.is_alone() else unpack_all(gathered(mine.pack(), ranks_key()))
     refuse_damage(found, directory.job)
     require_same_request(found)
     return found
+
+
+def _restarts(directory: JobDirectory) -> int:
+    """Return the restarts of this node's agent; 0 while no rank below it has begun this job.
+
+    Then a start before this one died on the way, perhaps behind its claim on the root: memory does not know of it.
+    """
+    folder = env.FLASHCKPT_AGENT_DIR
+    with contextlib.suppress(OSError):
+        if folder and read_job(Path(folder)) != directory.path:
+            return 0
+    return env.FLASHCKPT_RESTART
 
 
 def require_same(request: RestoreRequest) -> None:
@@ -86,8 +98,10 @@ def require_same(request: RestoreRequest) -> None:
 
 def ask_root(request: RestoreRequest, options: Mapping[str, Any], *, is_rank_0: bool) -> RootSummary:
     """Let rank 0 look at the root; everybody gets its answer. Collective."""
-    view = root_summary.read_root(request.root, options).pack() if is_rank_0 else None
-    return RootSummary.unpack(collectives.from_rank_0(view))
+    view = catalog.read_root(request.root, options) if is_rank_0 else None
+    if view is not None and collectives.is_alone():
+        return view
+    return RootSummary.unpack(collectives.from_rank_0(view and view.pack()))
 
 
 def _lineage(directory: JobDirectory, root: str, options: Mapping[str, Any]) -> tuple[Generation | None, str]:
@@ -112,7 +126,7 @@ def _claimed(directory: JobDirectory, root: str, options: Mapping[str, Any]) -> 
     with contextlib.suppress(FlashckptError, OSError):
         ran = {row.generation for row in ControlView(directory.control_path).rows() if row.world_size}
         ran |= {slot.generation for slot in _slots(directory) if slot.generation > max(ran, default=0)}
-        with root_summary.open_root(root, options) as store:
+        with catalog.open_root(root, options) as store:
             newest = max(read_generations(store), key=lambda claim: claim.number, default=None)
         if newest is not None and ran == {newest.number}:
             return replace(newest, claimed=True)
@@ -276,7 +290,7 @@ def claim(
 
 
 def _claim_on_root(root: str, options: Mapping[str, Any], wanted: Generation) -> int:
-    with root_summary.open_root(root, options) as store:
+    with catalog.open_root(root, options) as store:
         while not generations.claim_generation(store, wanted):
             wanted = replace(wanted, number=generations.newest_generation(store) + 1)
         return wanted.number

@@ -6,6 +6,7 @@ state has been proved equal to what was hashed behind the staging copy. Threads 
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import threading
 import time
@@ -23,9 +24,10 @@ from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError
 from flashckpt.native import copy_and_digest, digest_ranges
 from flashckpt.native.descriptors import Digests
-from flashckpt.restore.destinations import Bytes, address_of
+from flashckpt.restore.destinations import Bytes
 from flashckpt.shm import segment_file
 from flashckpt.shm.segment import Pin, Segment
+from flashckpt.shm.segment_file import address_of
 from flashckpt.storage.store import Store
 
 Ints = npt.NDArray[np.int64]
@@ -391,13 +393,6 @@ def _rounded(start: int, stop: int, end: int) -> int:
 
 def _ranks(ranks: Sequence[int]) -> str:
     """Return ranks as ranges: "0-3, 6"."""
-    parts: list[str] = []
-    run: list[int] = []
-    for rank in sorted(ranks):
-        if run and rank == run[-1] + 1:
-            run[1:] = [rank]
-        else:
-            run = [rank]
-            parts.append("")
-        parts[-1] = f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0])
-    return ", ".join(parts)
+    runs = itertools.groupby(enumerate(sorted(ranks)), key=lambda at: at[1] - at[0])
+    ends = [(run[0][1], run[-1][1]) for run in (list(one) for _, one in runs)]
+    return ", ".join(f"{first}-{last}" if first < last else str(first) for first, last in ends)

@@ -33,7 +33,7 @@ _OF_THE_WHOLE = frozenset({"groups", "forms", "state"})
 
 
 def _base(fqn: str) -> str:
-    return split_owner(fqn)[0]
+    return split_owner(fqn)[0] if "@" in fqn else fqn
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -38,15 +38,16 @@ class Values:
         for manifest in self._manifests:
             for key, value in manifest.values.items():
                 self.all.setdefault(key, value)
+        self._bases = {key: split_owner(key)[0] for key in self.all if "@" in key}  # of what belongs to one rank
 
     def find(self, key: str) -> tuple[bool, Any]:
         """Return (found, value) of a key: its own, that of all ranks, or that of the others if they agree."""
         if key in self.all:
             return True, self.all[key]
-        base, _ = split_owner(key)
+        base = split_owner(key)[0] if "@" in key else key
         if base in self.all:
             return True, self.all[base]
-        others = [value for name, value in self.all.items() if name.startswith(base) and split_owner(name)[0] == base]
+        others = [self.all[name] for name, one in self._bases.items() if one == base] if self._bases else []
         if others and all(value == others[0] for value in others):
             return True, others[0]
         return False, None
@@ -57,7 +58,7 @@ class Values:
             value
             for manifest in self._manifests
             for key, value in manifest.values.items()
-            if key.startswith(base) and split_owner(key)[0] == base
+            if key.startswith(base) and self._bases.get(key, key) == base
         ]
 
     def as_built(self, label: str) -> list[Any]:
@@ -71,7 +72,7 @@ class Values:
         for key in self.all:
             if not key.startswith(f"{label}."):
                 continue
-            base, owner = split_owner(key)
+            base, owner = split_owner(key) if key in self._bases else (key, "")
             if not base.startswith(f"{label}.") or base.removeprefix(f"{label}.") in _OF_THE_WHOLE:
                 continue
             name, _, state_key = base.removeprefix(f"{label}.").rpartition(".")

@@ -114,7 +114,8 @@ def hold(vote: Vote, rejection: Rejection | None = None) -> Ballot:
         TensorMismatchError: What some rank has is of another form than the candidate's, or an object does not take its
             state. On every rank: an older candidate might fit by chance, and everything since would be lost.
     """
-    votes = [Vote.unpack(packed) for packed in collectives.all_gather(vote.pack())]
+    is_alone = collectives.is_alone()
+    votes = [vote] if is_alone else [Vote.unpack(packed) for packed in collectives.all_gather(vote.pack())]
     for rank, other in enumerate(votes):
         if other.id != votes[0].id:
             raise DisagreementError(

@@ -13,18 +13,18 @@ from typing import Any
 
 from typing_extensions import Self
 
-from flashckpt import collectives
+from flashckpt import accelerator, collectives
 from flashckpt.core.settings import Settings, tracking_settings
 from flashckpt.environment import env
-from flashckpt.errors import ConfigError, FlashckptError, PersistError
+from flashckpt.errors import ConfigError
 from flashckpt.logs import guarded, notice, show_own_errors_plainly
 from flashckpt.report import RestoreReport
 from flashckpt.restore.coordinator import RestoreCoordinator, RestoreRequest
 from flashckpt.restore.executor import collector_paused
 from flashckpt.restore.reader import Reader
-from flashckpt.session import callbacks
 from flashckpt.session.opening import Opening
 from flashckpt.session.session import Session
+from flashckpt.session.untracked_optimizers import UntrackedOptimizers
 from flashckpt.shm.job_id import job_id, root_url
 from flashckpt.state.coverage import coverage
 from flashckpt.state.data_sources import PAGE, continuation_of
@@ -116,6 +116,8 @@ class Checkpointer:
         self._replicated_over: Any = None
         self._session: Session | None = None
         self._hooks: list[Any] = []
+        self._untracked: UntrackedOptimizers | None = None
+        self._is_captured = False  # whether an optimizer steps in a graph
 
     # -- what is tracked ---------------------------------------------------------------------------------
 
@@ -160,10 +162,10 @@ class Checkpointer:
         for name, thing in things.items():
             if thing is not None:
                 self._tracked.add(name, thing, fenced=name in fenced)
-                self._say_how_it_continues(name, thing)
+                if name in self._tracked.objects:
+                    self._say_how_it_continues(name, thing)
         for optimizer in self._tracked.all_optimizers()[len(self._hooks) :]:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_optimizer_step))
-
         if self._tracked.exclusion and self._tracked.modules:
             self._say_what_is_left_out()
 
@@ -235,13 +237,12 @@ class Checkpointer:
                 report: RestoreReport | None = self._warm_start_after(request, given=warm)
             else:
                 report = self._begin(request, warm=warm)
+        self._untracked = self._untracked or UntrackedOptimizers(self._tracked)
         if report is not None:
             notice(_logger, "%s", report, is_shown=self._tracked.world.rank == 0)
-            self._call("on_restore", self.on_restore, report)
+            if self.on_restore is not None:
+                self._alive().call("on_restore", self.on_restore, report, may_exit=True)
         return report
-
-    def _call(self, name: str, function: Callable[..., object] | None, *arguments: Any) -> None:
-        callbacks.call(name, function, *arguments, count=self._alive().callback_failed, may_exit=True)
 
     @collector_paused()
     def _warm_start_after(self, request: RestoreRequest, *, given: bool) -> RestoreReport:
@@ -299,6 +300,10 @@ class Checkpointer:
             SharedMemoryError: The memory that was promised could not be reserved.
         """
         self._alive().step(step, samples, persist=persist)
+        if self._untracked is not None and self._untracked.others:
+            self._untracked.check()
+        if self._is_captured:
+            self.fence()
 
     def fence(self) -> None:
         """Return when parameters and optimizer state may be changed. Tracked optimizers call it automatically."""
@@ -306,13 +311,31 @@ class Checkpointer:
             self._session.fence()
 
     def _before_optimizer_step(self, *_: object) -> None:
-        if self._session is not None:
+        if accelerator.is_capturing():
+            # a replay calls no hook: from now on what follows step() waits for its copies, on the device
+            self._is_captured = True
+        elif self._session is not None:
             self._session.before_optimizer_step()
 
     @property
     def should_stop(self) -> bool:
         """Whether every rank is to end after the step just done (its snapshot is taken and persisted)."""
         return self._session is not None and self._session.should_stop
+
+    def log(self, name: str, value: Any, step: int | None = None) -> None:
+        """Keep a number for `flashckpt dashboard`, e.g. `ckpt.log("loss", loss)`: in memory, and on the root a minute later.
+
+        A session keeps 64 names and about 1000 points of each, whose steps ascend. Only values of ranks on the first node reach the root.
+
+        Args:
+            name: Of the curve; at most 100 characters.
+            value: Anything that `float()` takes; a tensor on a device is waited for.
+            step: Its step; None for the last one that `step()` was called with.
+
+        Raises:
+            ConfigError: `restore()` was not called, or the name or value is none.
+        """
+        self._alive().log(name, value, step)
 
     def heartbeat(self) -> None:
         """Report progress of this rank other than steps."""
@@ -348,7 +371,7 @@ class Checkpointer:
 
         Called while an exception travels, or after `should_stop`, it keeps everything for the next start.
         """
-        for hook in self._hooks:
+        for hook in (*self._hooks, *filter(None, [self._untracked])):
             hook.remove()
         self._hooks.clear()
         session, self._session = self._session, None
@@ -370,8 +393,6 @@ class Checkpointer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    # -- reading only ------------------------------------------------------------------------------------
 
     @classmethod
     def readonly(cls, root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Reader:
@@ -402,6 +423,3 @@ def _refuse_beside_fresh(*wanted: object) -> None:
             found="fresh=True with step, generation, root or only",
             remedy="for a warm start from another root: restore(fresh=True) or restore(root=...)",
         )
-
-
-__all__ = ["Checkpointer", "FlashckptError", "PersistError"]

@@ -1,27 +1,91 @@
-"""Durability of one rank's steps: persist steps still owed, and waiting until they are committed."""
+"""The snapshots that one rank still owes: skipped ones, persist steps, and waiting until these are committed."""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from flashckpt.core.settings import Settings
 from flashckpt.core.snapshot_id import BEFORE_ALL, SnapshotId
-from flashckpt.errors import PersistError
+from flashckpt.errors import DamagedError, FormatVersionError, PersistError
+from flashckpt.logs import guarded
 from flashckpt.report import RestoreReport
 from flashckpt.shm.acks import AckedSnapshots
-from flashckpt.shm.job_directory import DaemonStatus, JobDirectory
+from flashckpt.shm.job_directory import NO_STATUS, DaemonStatus, JobDirectory
 from flashckpt.shm.persisted import await_persister
-from flashckpt.shm.persister_owner import SILENT_S, newest_in_words
+from flashckpt.shm.persister_owner import REPEAT_S, SILENT_S, newest_in_words
 from flashckpt.shm.persister_process import LOG_NAME, Silence, in_one_line, state_of
 
+_log = guarded(logging.getLogger("flashckpt"))
 Identity = SnapshotId
 POLL_S = 0.01
 """Seconds between two looks at the daemon's status, 0.3 ms each: a watch on the file would save half of it, and cost threads in every rank."""
 _LOOK_S = 1.0
 """Seconds between two looks at what the other ranks hold."""
 _WITHOUT_DAEMON_S = 15.0
+
+
+class Skips:
+    """The skipped snapshots of one rank in one session.
+
+    Until the session has its first snapshot, a skipped one is retried 1, 2, 4, 8, ... steps later and not only at
+    the next regular step: memory that is being prepared is ready soon. The steps are the same on all ranks, so
+    that their snapshots are common; a rank that skipped nothing joins if it sees that another rank did.
+
+    Args:
+        generation: The session's generation.
+    """
+
+    def __init__(self, generation: int) -> None:
+        self._generation = generation
+        self._due: int | None = None  # the last regular step at which a snapshot was due
+        self._missed = False  # by this rank, at the last attempt
+        self._tried = 0
+        self._is_common = False
+        self._row = 0  # skipped in a row
+
+    def is_retry(self, step: int, *, unrecoverable: Callable[[], Collection[Identity]]) -> bool:
+        """Return whether a skipped snapshot is retried at `step`.
+
+        Args:
+            step: The step just done.
+            unrecoverable: Returns the unrecoverable ids; called rarely.
+        """
+        if self._due is None or self._is_common:
+            return False
+        offset = step - self._due
+        if offset & (offset - 1):
+            return False
+        return self._missed or (self._generation, self._tried) in unrecoverable()
+
+    def tried(self, step: int, *, is_due: bool) -> None:
+        """Record that a snapshot of `step` is attempted now."""
+        self._tried, self._missed = step, False
+        if is_due:
+            self._due = step
+
+    def saw(self, common: Collection[Identity]) -> None:
+        """Record the ids that all ranks hold: once one is of this session, retries end."""
+        self._is_common = self._is_common or any(generation == self._generation for generation, _ in common)
+
+    def reopened(self) -> None:
+        """Record that the state moved to another segment, whose memory is not ready yet."""
+        self._is_common = False
+
+    def skipped(self, step: int, why: str) -> None:
+        """Count a skipped snapshot; log the first of several in a row."""
+        self._missed = True
+        self._row += 1
+        if self._row == 1:
+            _log.warning("no snapshot of step %d: %s; skipped ones are counted in ckpt.stats", step, why)
+
+    def taken(self, step: int) -> None:
+        """End a row of skipped snapshots."""
+        if self._row:
+            _log.info("snapshots are taken again from step %d on, %d were skipped", step, self._row)
+        self._row = 0
 
 
 @dataclass(eq=False)
@@ -81,6 +145,47 @@ def persisting_fails(status: DaemonStatus, directory: JobDirectory) -> PersistEr
         state=f"Training continues in memory alone; {newest_in_words(status)}. Failures so far: {status.failures}.",
         remedy=f"look at the storage and at {directory.path / LOG_NAME}; it is tried again until it succeeds",
     )
+
+
+class CommitWatch:
+    """Sees, after each snapshot, what the daemon has committed, and that it fails.
+
+    Args:
+        directory: The job's directory on this node.
+        on_commit: Called with generation and step of each checkpoint that is seen to be committed.
+        on_failure: Called with the error at once, and again while it lasts.
+    """
+
+    def __init__(
+        self, directory: JobDirectory, on_commit: Callable[[int, int], None], on_failure: Callable[[Exception], None]
+    ) -> None:
+        self._directory, self._on_commit, self._on_failure = directory, on_commit, on_failure
+        self._committed: Identity | None = None
+        self._mark: tuple[int, int, int] | None = None
+        self._failing_s = float("-inf")  # when failures were reported last
+
+    def look(self) -> None:
+        """Compare the daemon's status with the one that was seen before."""
+        mark = self._directory.status_mark()  # before it is read: what is written meanwhile is seen the next time
+        if mark is not None and mark in (self._mark, NO_STATUS):
+            return
+        try:
+            status = self._directory.read_status()
+        except (DamagedError, FormatVersionError):
+            status = None
+        self._mark = mark if status is not None else None
+        if status is None:
+            return
+        now = time.monotonic()
+        if not status.error:
+            self._failing_s = float("-inf")
+        elif now - self._failing_s > REPEAT_S:
+            self._failing_s = now
+            self._on_failure(persisting_fails(status, self._directory))
+        if status.committed not in (None, self._committed):
+            assert status.committed is not None
+            self._committed = status.committed
+            self._on_commit(*status.committed)
 
 
 @dataclass(kw_only=True)

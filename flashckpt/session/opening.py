@@ -1,34 +1,55 @@
-"""From tracked objects to a job that is open on this rank: state planned, memory reserved, the newest state restored."""
+"""From tracked objects to a job that is open on this rank: state planned, memory reserved, the newest state restored.
+
+Then the rank takes its place on its node: the job announced, the daemon started, the control row, the acknowledgements.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from flashckpt import entry_points
 from flashckpt.accelerator import index_of
+from flashckpt.core.lineage import BEGINNING
 from flashckpt.core.settings import Settings
+from flashckpt.environment import env
 from flashckpt.errors import FlashckptError
 from flashckpt.logs import guarded, notice
-from flashckpt.native import implementation
+from flashckpt.native import IMPLEMENTATIONS, implementation
 from flashckpt.planning.inventory import Inventory, local_world
 from flashckpt.plugin import ReplicaPlan
 from flashckpt.restore.absent_state import recorded_beside
-from flashckpt.restore.coordinator import RestoreCoordinator, RestoreRequest
-from flashckpt.session.node_place import OpenedJob
-from flashckpt.shm.job_directory import JobDirectory
+from flashckpt.restore.coordinator import RestoreCoordinator, RestoreOutcome, RestoreRequest
+from flashckpt.shm import capacity
+from flashckpt.shm.ack_relay import AckRelay, RelayStore, RelayThread
+from flashckpt.shm.acks import SnapshotAcks
+from flashckpt.shm.agent_folder import agent_folder, ended_agent, write_job
+from flashckpt.shm.control import Control, ControlRow
+from flashckpt.shm.job_directory import JobConfig, JobDirectory
 from flashckpt.shm.job_id import earlier_job_id, root_digest
+from flashckpt.shm.lease import Lease
+from flashckpt.shm.messages import MessageFiles
+from flashckpt.shm.persister_owner import OwnerThread, PersisterOwner
+from flashckpt.shm.private import remove_file
 from flashckpt.snapshot import segments
 from flashckpt.snapshot.copy_plan import CopyPlan
+from flashckpt.snapshot.staging import BLOCK_BYTES, BLOCKS
 from flashckpt.state import replication, samplers
 from flashckpt.state.registry import StateRegistry
-from flashckpt.state.state_layout import MemoryNeed, need_of
+from flashckpt.state.state_layout import MemoryNeed, StateLayout, need_of
 from flashckpt.state.structure import in_order
 from flashckpt.storage.factory import place_of
 
 _logger = logging.getLogger("flashckpt")
+_log = guarded(_logger)
 _UNREAD_BYTES = 256 << 10
 """Room for tensors in the state of objects that are not asked for it yet: positions and generators."""
 
@@ -59,7 +80,9 @@ class Opening:
             self.directory,
             root_digest=root_digest(settings.root),
             rank=self.tracked.world.rank,
-            pin_for=index_of(p.device for part in self.tracked.parts() for p in part.parameters()),
+            pin_for=index_of(p.device for part in self.tracked.parts() for p in part.parameters())
+            if torch.accelerator.is_available()
+            else None,
         )
 
     @contextlib.contextmanager
@@ -85,15 +108,17 @@ class Opening:
             request=self.request,
         )
         self.memory.refuse_other_run()
-        samplers.refuse_gaps(self.tracked.objects, self.tracked.parts())
-        plan, inventories = self._open_memory(coordinator)
+        if self.tracked.objects or self.tracked.world.size > 1:
+            samplers.refuse_gaps(self.tracked.objects, self.tracked.parts())
+        layout, inventories = self._open_memory(coordinator)
+        refused = self.tracked.ahead.refused  # of what is planned here: a restore plans again
         unread = set(self.tracked.unread)
         begin = coordinator.begin_fresh if self.begins_fresh else coordinator.run
         outcome = begin(inventories, own=self.memory.segment)
         if outcome.report is None and not self.begins_fresh:
-            replication.verify(plan.layout.structure)
+            replication.verify(layout.structure)
             self.tracked.nothing_is_given()
-        is_current = unread == self.tracked.unread and self.tracked.planned is plan.layout.structure
+        is_current = unread == self.tracked.unread and self.tracked.planned is layout.structure
         is_current = is_current and outcome.report is None
         return OpenedJob(
             tracked=self.tracked,
@@ -101,14 +126,15 @@ class Opening:
             memory=self.memory,
             settings=self.settings,
             outcome=outcome,
-            plan=plan if is_current else None,
+            plan=CopyPlan.of(layout, refused) if is_current else None,
+            mates=local_world(inventories, self.tracked.world.rank),
             partnering=self.partnering,
         )
 
-    def _open_memory(self, coordinator: RestoreCoordinator) -> tuple[CopyPlan, list[Inventory]]:
+    def _open_memory(self, coordinator: RestoreCoordinator) -> tuple[StateLayout, list[Inventory]]:
         """Plan, learn what all ranks have and need, then reserve this rank's segment in the background."""
         directory, rank = self.directory, self.tracked.world.rank
-        plan, need = self._plan()
+        layout, need = self._plan()
         is_there = directory.segment_path(rank, need.layout).exists()
         inventories = coordinator.gather(0 if is_there else need.slot_bytes, segments.free_bytes(directory))
         mates = local_world(inventories, rank)
@@ -116,18 +142,18 @@ class Opening:
         replica_bytes = None
         if self.settings.replicate and local_world(inventories, 0) != list(range(len(inventories))):
             agree = entry_points.load(entry_points.EXTRAS, "replicas").agree
-            partnering: ReplicaPlan = agree(self.settings, inventories, plan.layout.reserved, self.directory)
+            partnering: ReplicaPlan = agree(self.settings, inventories, layout.reserved, self.directory)
             self.partnering, replica_bytes = partnering, partnering.missing_bytes
-        slots = segments.slots_for(
+        slots = capacity.slots_for(
             missing, min(inventories[r].free_bytes for r in mates), wanted, replica_bytes=replica_bytes
         )
         self.memory.open(need, slots=slots, job=self.settings.job, is_opening=True)
         assert self.memory.segment is not None
         if mates[0] == rank:
             self._say(self.memory.segment.spec.slots, need, ranks=len(mates))
-        return plan, inventories
+        return layout, inventories
 
-    def _plan(self) -> tuple[CopyPlan, MemoryNeed]:
+    def _plan(self) -> tuple[StateLayout, MemoryNeed]:
         """Plan the state as it is, with what the first step will make; reserve also for what a restore will bring."""
         _, captured = self.tracked.settled(ahead=True)
         layout = self.tracked.layout()
@@ -137,15 +163,17 @@ class Opening:
             need = need_of(in_order([*planned, *more]), value_bytes=value_bytes)
         if self.tracked.unread:
             need = need.with_room(_UNREAD_BYTES)
-        return CopyPlan.of(layout, self.tracked.ahead.refused), need
+        return layout, need
 
     def _say(self, slots: int, need: MemoryNeed, *, ranks: int) -> None:
         fallback = " (3 did not fit)" if slots < 3 and self.settings.slot_count is None else ""
         total = need.slot_bytes * slots * ranks
+        pin_for = self.memory.pin_for
         notice(
             _logger,
-            "snapshots: %d slots%s of %.1f MB for each of %d ranks, about %.1f MB of this node's memory, in %s; copied by: %s%s",
+            "snapshots: %d slots%s of %.1f MB for each of %d ranks, about %.1f MB of this node's memory, in %s; copied by: %s%s%s",
             slots, fallback, need.slot_bytes / 1e6, ranks, total / 1e6, self.directory.path, implementation(),
+            "" if pin_for is None else f"; page-locked for each rank: {locked(slots * need.data_bytes)}",
             "; with two slots snapshots are skipped while a checkpoint is being written" if slots == 2 else "",
             is_shown=self.tracked.world.rank == 0,
         )  # fmt: skip
@@ -164,7 +192,172 @@ class Opening:
         with contextlib.suppress(FlashckptError, OSError):
             config = JobDirectory.open(old, create=False).read_config()
             if config is not None and config.root == settings.root:
-                guarded(_logger).warning(
+                _log.warning(
                     "the id of job %s is now %s: to restore from the memory under its old id, start once with FLASHCKPT_JOB_ID=%s; flashckpt gc frees that memory",
                     old, settings.job, old,
                 )  # fmt: skip
+
+
+def locked(slot_bytes: int) -> str:
+    """Say what a rank page-locks for copies from its device, for slots of so many bytes together."""
+    if segments.locks_slots(slot_bytes):
+        return f"its slots, {slot_bytes / 1e6:.1f} MB"
+    return f"at most {BLOCKS * BLOCK_BYTES / 1e6:.1f} MB of staging buffers"
+
+
+Callback = Callable[[str], Callable[..., object] | None]
+"""Returns the user's callback of a name, or None."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedJob:
+    """A job after its restore, on one rank.
+
+    Attributes:
+        tracked: The tracked objects.
+        directory: The job's directory on this node.
+        memory: The segments of this rank.
+        settings: The checkpointer's settings.
+        outcome: The restore's outcome.
+        plan: Made before the restore, where it still is one for the state; else None.
+        mates: Global ranks of this node, ascending.
+        partnering: Who keeps replicas of whom; None without replication.
+    """
+
+    tracked: StateRegistry
+    directory: JobDirectory
+    memory: segments.RankSegments
+    settings: Settings
+    outcome: RestoreOutcome
+    plan: CopyPlan | None
+    mates: Sequence[int]
+    partnering: ReplicaPlan | None = None
+
+    @property
+    def config(self) -> JobConfig:
+        """The configuration for the daemon of this node."""
+        settings, inventories = self.settings, self.outcome.inventories
+        nodes = list(dict.fromkeys(i.node for i in inventories))
+        return JobConfig(
+            job=settings.job,
+            root=settings.root,
+            storage_options=settings.storage_options,
+            keep_last=settings.keep_last,
+            keep_every=settings.keep_every,
+            persist_every=settings.persist_every,
+            compression=settings.compression,
+            world_size=self.tracked.world.size,
+            node_count=len(nodes),
+            node=nodes.index(inventories[self.tracked.world.rank].node),
+            replicate=settings.replicate if self.partnering is not None else 0,
+            replica_address=self.partnering.address if self.partnering is not None else "",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodePlace:
+    """The things that a rank holds on its node while its session lasts.
+
+    Attributes:
+        lease: Shows that the job is running; ends with this process.
+        control: The page that agent, daemon and ranks share.
+        row: This rank's row in it.
+        watermark: Which snapshots this rank, and all ranks, hold.
+        relay: Carries that between the nodes; of the first rank of each, None elsewhere and on a single node.
+        owner: Supervises the persister; of the first rank of each node where no agent does.
+    """
+
+    lease: Lease
+    control: Control
+    row: ControlRow
+    watermark: SnapshotAcks
+    relay: RelayThread | None = None
+    owner: OwnerThread | None = None
+
+    @classmethod
+    def take(cls, opened: OpenedJob, *, entered_ns: int, initialised_ns: int) -> NodePlace:
+        """Announce the job on this node, start the daemon where no agent does, and take the control row."""
+        directory, mates, world = opened.directory, opened.mates, opened.tracked.world
+        agent, lease, owner = agent_folder(), directory.hold_live(), None
+        if mates[0] == world.rank:
+            remove_file(directory.request_path("ended"))
+            directory.write_config(opened.config)
+            if agent is None:
+                owner = _own_persister(directory)
+        if agent is not None and env.LOCAL_RANK == 0:  # of each agent: a node may have several
+            write_job(agent, directory.path)
+        if opened.partnering is not None:
+            opened.partnering.meet(directory, opened.outcome)
+        control = Control.open(directory.control_path, rows=len(mates))
+        row = control.row(mates.index(world.rank))
+        _fill(row, opened, entered_ns=entered_ns, initialised_ns=initialised_ns)
+        relay = _relay(opened, control)
+        watermark = _acks(opened, control, relay)
+        watermark.publish(opened.memory.complete())
+        return cls(lease=lease, control=control, row=row, watermark=watermark, relay=relay, owner=owner)
+
+
+def _own_persister(directory: JobDirectory) -> OwnerThread:
+    """Start the persister, and what sees that it runs."""
+    if ended := ended_agent():
+        _log.warning("%s names an agent that is not running: this process starts and supervises the persister", ended)
+    owner = PersisterOwner(directory, _log)
+    owner.tick()
+    return OwnerThread(owner)
+
+
+def _fill(row: ControlRow, opened: OpenedJob, *, entered_ns: int, initialised_ns: int) -> None:
+    world, record, report = opened.tracked.world, opened.outcome.record, opened.outcome.report
+    row.clear()
+    row.rank, row.pid, row.world_size = world.rank, os.getpid(), world.size
+    row.generation, row.copied_by = record.number, IMPLEMENTATIONS.index(implementation())
+    row.entered, row.initialised = entered_ns, initialised_ns
+    row.restored_step = report.step if report else -1
+    row.step = 0 if record.parent is None else record.parent.step
+    row.restored = row.heartbeat_ns = time.monotonic_ns()
+    row.restore_started = initialised_ns
+
+
+def _acks(opened: OpenedJob, control: Control, relay: RelayThread | None) -> SnapshotAcks:
+    world, mates, outcome = opened.tracked.world, opened.mates, opened.outcome
+    record = outcome.record
+    return SnapshotAcks(
+        control=control,
+        local_rank=mates.index(world.rank),
+        rank=world.rank,
+        world_size=world.size,
+        local_world_size=len(mates),
+        generation=record.number,
+        restored=record.parent if outcome.superseded is None and record.parent != BEGINNING else None,
+        parent=record.parent,
+        on_publish=None if relay is None else relay.wake,
+    )
+
+
+def _relay(opened: OpenedJob, control: Control) -> RelayThread | None:
+    """Start what carries acknowledgements to and from the other nodes, if there are any and this rank does it for its node."""
+    world, mates, outcome = opened.tracked.world, opened.mates, opened.outcome
+    if world.size == len(mates) or mates[0] != world.rank:
+        return None
+    firsts: dict[str, int] = {}
+    for rank, inventory in enumerate(outcome.inventories):
+        firsts.setdefault(inventory.node, rank)
+    relay = AckRelay(
+        control=control,
+        store=_c10d_store(),
+        generation=outcome.record.number,
+        firsts=list(firsts.values()),
+        first=world.rank,
+        local_world_size=len(mates),
+        messages=MessageFiles(opened.directory.path),
+    )
+    return RelayThread(relay)
+
+
+def _c10d_store() -> RelayStore:
+    """Return a connection to the store of the default process group: others may wait on theirs, and keep it busy meanwhile."""
+    store: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001 -- there is no public way to the store
+    try:
+        return store.clone()  # type: ignore[no-any-return]
+    except (AttributeError, RuntimeError):  # a store of another kind, or a host that takes no more connections
+        return store  # type: ignore[no-any-return]

@@ -8,22 +8,19 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from flashckpt.core.settings import next_step
 from flashckpt.core.snapshot_id import SnapshotId, SnapshotRequest
-from flashckpt.errors import DamagedError, FormatVersionError, UnsupportedStateError
+from flashckpt.errors import ConfigError, UnsupportedStateError
 from flashckpt.logs import guarded
-from flashckpt.session import callbacks
-from flashckpt.session.durability import Waiting, Wanted, persisting_fails
-from flashckpt.session.node_place import Callback, NodePlace, OpenedJob
-from flashckpt.session.skips import Skips
+from flashckpt.session.durability import CommitWatch, Skips, Waiting, Wanted
+from flashckpt.session.opening import Callback, NodePlace, OpenedJob
 from flashckpt.session.stop_signals import DeferredSignals
 from flashckpt.shm.agent_folder import agent_folder
 from flashckpt.shm.control import CLOSED
-from flashckpt.shm.job_directory import NO_STATUS, DaemonStatus
-from flashckpt.shm.persister_owner import REPEAT_S
+from flashckpt.shm.logged_values import MOST_NAME, LoggedValue, append
 from flashckpt.snapshot.copy_plan import CopyPlan, CurrentPlan
 from flashckpt.snapshot.stager import Snapshot, Stager, StaleWatch
 from flashckpt.state import samplers
@@ -53,10 +50,12 @@ class Session:
         self._pid, self._lease, self._relay, self._owner = os.getpid(), place.lease, place.relay, place.owner
         self._control, self._row, self._watermark = place.control, place.row, place.watermark
         world, generation = self.tracked.world, self.outcome.record.number
-        self._signals = DeferredSignals(
-            place.control, place.row, self.directory.control_path, self.mates.index(world.rank)
-        )
-        self._commits, self._skips = Commits(is_alone=world.size == 1), Skips(generation)
+        self._signals: DeferredSignals | None = None
+        if self.has_agent:
+            index = self.mates.index(world.rank)
+            self._signals = DeferredSignals(place.control, place.row, self.directory.control_path, index)
+        self._commits = Commits(is_alone=world.size == 1) if self.tracked.objects else None
+        self._skips = Skips(generation)
         self._wanted, self._stale, self._is_full_logged = Wanted(generation), StaleWatch(), False
         self._stager = Stager(self._completed, self._failed, by_design=self.tracked.by_design)
         self._plans = CurrentPlan(
@@ -72,9 +71,11 @@ class Session:
         self._has_taken, self._refused = self.outcome.report is not None, set[str]()
         self._is_removed = self._is_suspect = False
         self._note_restored()
-        self._committed: SnapshotId | None = None
-        self._status_mark: tuple[int, int, int] | None = None
-        self._failing_s = float("-inf")  # when failures of the persister were reported last
+        self._committed = CommitWatch(
+            self.directory,
+            on_commit=lambda *id_: self._call("on_commit", *id_, may_exit=True),
+            on_failure=lambda error: self._call("on_failure", error),
+        )
 
     @classmethod
     def start(cls, opened: OpenedJob, *, callback: Callback, entered_ns: int, initialised_ns: int) -> Session:
@@ -89,7 +90,8 @@ class Session:
         place = NodePlace.take(opened, entered_ns=entered_ns, initialised_ns=initialised_ns)
         session = cls(opened, place, callback)
         atexit.register(session._at_exit)
-        session._signals.install()
+        if session._signals is not None:
+            session._signals.install()
         try:
             session._stager.ready()
             session.plan_ahead(opened.plan)
@@ -116,8 +118,8 @@ class Session:
         """As `Checkpointer.step`."""
         began = time.perf_counter()
         number = next_step(step, last=self._last_step)
-        self._commits.commit(self.tracked.objects, samples, number)
-        samplers.step_is_done()
+        if self._commits is not None:
+            self._commits.commit(self.tracked.objects, samples, number)
         try:
             self._step(number, began, is_wanted=persist or self._control.stop_after == number)
         finally:  # last: from here on the copy thread wants the GIL, and would get it wherever this thread reads a file
@@ -129,6 +131,7 @@ class Session:
         row.step, row.heartbeat_ns = step, now
         if not row.first_step:
             row.first_step = now
+            samplers.step_is_done()
         is_due = is_wanted or self._settings.is_due(step)
         self.memory.use()
         if is_wanted or self._settings.is_persist(step):
@@ -141,8 +144,9 @@ class Session:
         self._skips.tried(step, is_due=is_due)
         if not self._take(step):
             self._await_slot(step) if is_wanted else self._skip(step)
-        self._watch_commits()
+        self._committed.look()
         self.stats["call_s"] += time.perf_counter() - began
+        row.stall_ns = int((self.stats["call_s"] + self.stats["fence_s"]) * 1e9)
 
     def _unrecoverable(self) -> Collection[SnapshotId]:
         """Ids that some rank missed."""
@@ -186,6 +190,7 @@ class Session:
             self._wanted.begun(request.id)
         self._stager.prepare(plan, writer, captured, request, optimizer_steps=self._optimizer_steps)
         self._skips.taken(step)
+        self._row.snapshots += 1
         self._has_taken = True
         return True
 
@@ -203,7 +208,8 @@ class Session:
     def plan_ahead(self, plan: CopyPlan | None = None) -> None:
         """Plan what the first snapshot will consist of; `plan` is of the structure built last, where there is one."""
         self._plans.look_ahead(plan)
-        samplers.put_back(self.tracked.objects)
+        if self.tracked.objects or self.tracked.rng:
+            samplers.put_back(self.tracked.objects)
 
     def _skip(self, step: int) -> None:
         late = not self.memory.has_slot
@@ -312,6 +318,18 @@ class Session:
         after = self._control.stop_after
         return after >= 0 and self._row.step >= after
 
+    def log(self, name: object, value: Any, step: int | None) -> None:
+        """As `Checkpointer.log`."""
+        number = self._row.step if step is None else step
+        if not isinstance(name, str) or not 0 < len(name) <= MOST_NAME:
+            raise ConfigError("a name of log() cannot be used", found=repr(name)[:MOST_NAME], expected="a short str")
+        try:
+            plain = value.detach() if hasattr(value, "detach") else value  # a loss requires a gradient, as torch warns
+            logged = LoggedValue(self.outcome.record.number, int(number), name, float(plain))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"log({name!r}) takes a number", found=repr(value)[:MOST_NAME]) from error
+        self.stats["log_dropped"] += not append(self.directory.path, logged)
+
     def heartbeat(self) -> None:
         """As `Checkpointer.heartbeat`."""
         self._row.heartbeat_ns = time.monotonic_ns()
@@ -322,34 +340,6 @@ class Session:
             self._pauses += 1 if paused else -1
             self._row.paused = int(self._pauses > 0)
         self.heartbeat()
-
-    def _status(self) -> DaemonStatus | None:
-        try:
-            return self.directory.read_status()
-        except (DamagedError, FormatVersionError):
-            return None
-
-    def _watch_commits(self) -> None:
-        mark = self.directory.status_mark()  # before it is read: what is written meanwhile is seen the next time
-        if mark is not None and mark in (self._status_mark, NO_STATUS):
-            return
-        status = self._status()
-        self._status_mark = mark if status is not None else None
-        if status is not None:
-            self._watch_failures(status)
-        if status is not None and status.committed not in (None, self._committed):
-            assert status.committed is not None
-            self._committed = status.committed
-            self._call("on_commit", *status.committed, may_exit=True)
-
-    def _watch_failures(self, status: DaemonStatus) -> None:
-        """Report to the callback that persisting fails: at once, and again while it lasts."""
-        now = time.monotonic()
-        if not status.error:
-            self._failing_s = float("-inf")
-        elif now - self._failing_s > REPEAT_S:
-            self._failing_s = now
-            self._call("on_failure", persisting_fails(status, self.directory))
 
     def wait(self, timeout: float | None) -> None:
         """As `Checkpointer.wait`."""
@@ -364,7 +354,7 @@ class Session:
             holds=self._holds,
             alive=self.heartbeat,
         ).run()
-        self._watch_commits()
+        self._committed.look()
 
     def _make_up(self) -> str:
         """Begin the snapshot of the last step that could not be taken then; return why it never can be, or ""."""
@@ -391,16 +381,31 @@ class Session:
 
     def _call(self, name: str, *arguments: Any, may_exit: bool = False) -> None:
         if (function := self._callback(name)) is not None:
-            callbacks.call(name, function, *arguments, count=self.callback_failed, may_exit=may_exit)
+            self.call(name, function, *arguments, may_exit=may_exit)
 
-    def callback_failed(self) -> None:
-        """Count a callback that raised."""
-        self.stats["callback_errors"] += 1
+    def call(self, name: str, function: Callable[..., object], *arguments: Any, may_exit: bool) -> None:
+        """Call one of the user's callbacks: an exception in it is logged and counted, and never ends training.
+
+        Args:
+            name: The callback's name, for the log.
+            function: The callback.
+            arguments: Passed to it.
+            may_exit: Let SystemExit and KeyboardInterrupt propagate: in the training thread they are intended. The copy
+                thread must survive them, since training waits for it.
+        """
+        try:
+            function(*arguments)
+        except BaseException as error:
+            if may_exit and not isinstance(error, Exception):
+                raise
+            self.stats["callback_errors"] += 1
+            _log.exception("the callback %s failed; training continues", name)
 
     def close(self) -> None:
         """Finish the snapshot under way and let go of everything; files stay."""
         atexit.unregister(self._at_exit)
-        self._signals.restore()
+        if self._signals is not None:
+            self._signals.restore()
         self._stager.close()
         if self._relay is not None:
             self._relay.close()

@@ -15,10 +15,12 @@ import functools
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from flashckpt.core.lineage import Generation, is_rolled_back
 from flashckpt.core.snapshot_id import NEVER, SnapshotId
-from flashckpt.shm.control import MAX_COMPLETE, Control, RankAcks, published_in
+from flashckpt.errors import DamagedError
+from flashckpt.shm.control import MAX_COMPLETE, Control, ControlView, RankAcks, published_in
 
 # -- What a group of ranks (a node, the whole job) has acknowledged, in one record of bounded size. Pure -----------
 #
@@ -237,10 +239,19 @@ def rank_acks(control: Control, *, generation: int, rows: int | None = None) -> 
     return [published_in(control.acks_bytes(index), generation) for index in range(count)]
 
 
-def job_acks(control: Control, generation: int) -> GroupAcks | None:
+def job_acks(control: Control | ControlView, generation: int) -> GroupAcks | None:
     """Return the record of the whole job in the control page; None where there is none of this generation."""
     raw = control.job_acks(generation)
     return None if raw is None else decode_group(raw)
+
+
+def common_of(path: Path, generation: int) -> tuple[SnapshotId, ...] | None:
+    """Return what all ranks of a generation are known to hold, by their control file; None unless all have published."""
+    try:
+        acks = job_acks(ControlView(path), generation)
+    except (OSError, DamagedError):
+        return None
+    return acks.common if acks is not None and acks.is_whole else None
 
 
 def combine_acks(held: Sequence[RankAcks | None], *, restored: SnapshotId | None = None) -> AckedSnapshots:

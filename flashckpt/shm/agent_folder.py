@@ -12,6 +12,9 @@ from flashckpt.shm.lease import Lease
 LOCK = "lock"
 """File in the folder whose byte 0 the agent holds as long as it runs."""
 
+LATE = "late-variable"
+"""File in the folder in which a rank names a variable that its script changes too late for a standby process."""
+
 
 def agent_folder() -> Path | None:
     """Return the folder of the agent above this process, or None without dlrun.
@@ -91,6 +94,14 @@ def read_permanent_error(folder: Path) -> int:
 def forget_permanent_error(folder: Path) -> None:
     """Remove the record: the next generation may have another size, which the error was about."""
     (folder / "refused").unlink(missing_ok=True)
+
+
+def late_variable(folder: Path) -> str:
+    """Return the variable that a rank names in LATE, or ""."""
+    try:
+        return (folder / LATE).read_text(encoding="utf-8")
+    except OSError:
+        return ""
 
 
 def note_waiting(folder: Path) -> None:

@@ -152,3 +152,45 @@ def _read(path: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
+
+
+def slots_for(need_bytes: int, free_bytes: int, wanted: int | None, *, replica_bytes: int | None = None) -> int:
+    """Return how many slots per rank this node has room for: `wanted`, or 3, or 2; with replicas 4, or 3.
+
+    Args:
+        need_bytes: Sum over the node's ranks of the bytes of one slot that are not yet reserved.
+        free_bytes: Room on the node, before anybody reserves.
+        wanted: The user's number, or None.
+        replica_bytes: What the replicas of other nodes will take here beside that; None without replication.
+
+    Raises:
+        SharedMemoryError: Not even the least number (or `wanted`) fit.
+    """
+    replicas = replica_bytes or 0
+    counts = [wanted] if wanted else [3, 2] if replica_bytes is None else [4, 3]
+    for count in counts:
+        if need_bytes * count + replicas <= free_bytes:
+            return count
+    least = counts[-1]
+    if replicas:
+        raise too_little_for_replicas(need_bytes * least, replicas, free_bytes, slots=least)
+    raise insufficient_memory(
+        Path("/dev/shm"),  # noqa: S108 -- only named in the remedy
+        need_bytes * least,
+        Capacity(nbytes=free_bytes, limit="the tmpfs, the machine or a cgroup"),
+        what=f"{least} slots per rank",
+    )
+
+
+def too_little_for_replicas(own_bytes: int, replica_bytes: int, free_bytes: int, *, slots: int) -> SharedMemoryError:
+    """Return the error of a node that has no room for its own snapshots and those of the nodes whose partner it is."""
+    return SharedMemoryError(
+        "too little host memory for snapshots and for the replicas of other nodes",
+        found=f"room for {free_bytes} bytes ({free_bytes / 2**30:.2f} GiB) on this node",
+        expected=(
+            f"{own_bytes} bytes for {slots} slots of each rank here, and {replica_bytes} bytes for replicas:"
+            f" {(own_bytes + replica_bytes) / 2**30:.2f} GiB"
+        ),
+        state="Nothing of this job was kept in memory; snapshots of other jobs are untouched.",
+        remedy="replicate=1 in place of 2, or replicate=0; or enlarge /dev/shm: mount -o remount,size=... /dev/shm",
+    )

@@ -52,6 +52,8 @@ _INT_FIELDS: dict[str, int] = {  # name -> byte offset in the row; signed 64-bit
     "restored_step": 88,
     "world_size": 96,
     "copied_by": 104,
+    "snapshots": 496,  # behind the list
+    "stall_ns": 504,
 }
 _LIST_AT = (
     128  # counter, number of pairs, digest, then the low watermark and up to MAX_COMPLETE pairs (generation, step)
@@ -107,6 +109,7 @@ class ControlRow:
         paused: 1 while the loop is paused (evaluation, data preparation), CLOSED after the end of the session.
         restored_step: Step it was restored from; -1 on a fresh start.
         copied_by: What copies its snapshots, by its place in `native.IMPLEMENTATIONS`; 0 unknown.
+        snapshots, stall_ns: Snapshots begun, and nanoseconds that training waited for `step()` and its fence.
     """
 
     rank: int
@@ -123,6 +126,8 @@ class ControlRow:
     restored_step: int
     world_size: int
     copied_by: int
+    snapshots: int
+    stall_ns: int
     _map: Any
     _at: int
 
@@ -280,6 +285,10 @@ class ControlView:
         """
         raw = self._read()
         return [ControlRow(raw, index) for index in range((len(raw) - PAGE) // ROW_BYTES)]
+
+    def job_acks(self, generation: int) -> bytes | None:
+        """As `Control.job_acks`; errors as `rows`."""
+        return _read_list(self._read(), _JOB_AT, generation, at_most=_JOB_PAIRS)
 
     @property
     def stop_after(self) -> int:

@@ -354,7 +354,7 @@ def _daemon_environment() -> dict[str, str]:
 
 def _segments_in(folder: Path) -> list[Path]:
     try:
-        return sorted(p for p in folder.iterdir() if SEGMENT_NAME.fullmatch(p.name))
+        return sorted([p for p in folder.iterdir() if SEGMENT_NAME.fullmatch(p.name)])
     except FileNotFoundError:
         return []
 

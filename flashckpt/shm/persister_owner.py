@@ -64,6 +64,7 @@ class PersisterOwner:
         self._patience_s = SILENT_S
         self._silence = Silence()
         self._said: dict[str, tuple[list[str], float]] = {}
+        self.problem = ""  # what is wrong now, in one line
 
     @property
     def pids(self) -> set[int]:
@@ -124,6 +125,7 @@ class PersisterOwner:
         self._is_confirmed = True
         if self._failures and now - self._since_s > STEADY_S:
             self._failures = 0
+        self.problem = in_one_line(status.error)
         if status.error:
             cause = in_one_line(status.error)
             self._say(
@@ -192,7 +194,7 @@ class PersisterOwner:
         wait_s = _WAITS_S[min(self._failures, len(_WAITS_S) - 1)]
         self._failures += 1
         self._again_s = now + wait_s
-        text = f"the persister of job {self._directory.job} {reason}"
+        self.problem = text = f"the persister of job {self._directory.job} {reason}"
         self._record(text)
         log = self._directory.path / LOG_NAME
         self._is_missed |= self._say(

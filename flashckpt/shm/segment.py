@@ -17,7 +17,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from flashckpt.core.digest import digest
 from flashckpt.core.snapshot_id import SnapshotRequest
 from flashckpt.core.superblock import (
     HEADER_COPY_BYTES,
@@ -34,101 +33,13 @@ from flashckpt.core.superblock import (
     encode_superblock,
     newest_copy,
 )
-from flashckpt.errors import DamagedError, JobInUseError, SharedMemoryError
+from flashckpt.errors import DamagedError, JobInUseError
 from flashckpt.faults import crash_point
 from flashckpt.shm import block, capacity
 from flashckpt.shm.lease import Lease, Pin, is_at
 from flashckpt.shm.private import open_file
 from flashckpt.shm.segment_file import address_of, boot_id, check_place, describe_process, fill_holes, lay_out, touch
-
-# -- The writer of one slot: from WRITING to COMPLETE or EMPTY. The write order is in `segment` --------------------
-
-
-class SlotWriter:
-    """One snapshot being written. Ends with `commit` or `discard`; if the process dies the slot stays WRITING, unreadable.
-
-    Attributes:
-        data: Writable bytes of the data area; do not use views of it after commit or discard.
-        slot: Slot number.
-        header: The WRITING header.
-    """
-
-    def __init__(
-        self,
-        spec: SegmentSpec,
-        buffer: memoryview,
-        slot: int,
-        header: SlotHeader,
-        *,
-        put: Callable[[SlotHeader], SlotHeader],
-        release: Callable[[], None],
-    ) -> None:
-        """Made by `Segment.begin`. `put` writes one copy of the slot's header; `release` gives up the lease."""
-        self._spec, self._buffer, self.slot, self.header = spec, buffer, slot, header
-        self._put, self._release = put, release
-        start = spec.data_at(slot)
-        self.data = buffer[start : start + spec.data_capacity]
-
-    def commit(self, manifest: bytes, *, data_bytes: int | None = None, suspect: bool = False) -> SlotHeader:
-        """Write the manifest and set the slot COMPLETE: from then on the snapshot exists.
-
-        Args:
-            manifest: `encode_manifest(...)`.
-            data_bytes: Used bytes of the data area; all of it if None.
-            suspect: As in the header.
-
-        Raises:
-            SharedMemoryError: The manifest or the data do not fit into their area; the snapshot is discarded.
-        """
-        spec = self._spec
-        if data_bytes is not None and data_bytes > spec.data_capacity:
-            self.discard()
-            raise SharedMemoryError(
-                f"the snapshot of step {self.header.step} does not fit into its slot",
-                found=f"{data_bytes} bytes",
-                expected=f"at most {spec.data_capacity} bytes",
-                state="That snapshot was discarded; earlier ones are intact.",
-            )
-        if len(manifest) > spec.manifest_capacity:
-            self.discard()
-            raise SharedMemoryError(
-                f"the manifest of step {self.header.step} does not fit into its slot",
-                found=f"{len(manifest)} bytes",
-                expected=f"at most {spec.manifest_capacity} bytes",
-                state="That snapshot was discarded; earlier ones are intact.",
-                remedy="track less non-tensor state, or hold large values as tensors",
-            )
-        crash_point("slot.before-manifest")
-        at = spec.manifest_at(self.slot)
-        self._buffer[at : at + len(manifest)] = manifest
-        crash_point("slot.before-complete")
-        header = replace(
-            self.header,
-            state=SlotState.COMPLETE,
-            manifest_bytes=len(manifest),
-            manifest_digest=digest(manifest),
-            data_bytes=spec.data_capacity if data_bytes is None else data_bytes,
-            suspect=suspect,
-        )
-        header = self._put(header)  # THE commit point of the memory tier: one write of one header copy
-        crash_point("slot.after-complete")
-        self._end()
-        return header
-
-    def discard(self) -> None:
-        """Discard the snapshot and set the slot EMPTY."""
-        self._put(replace(self.header, state=SlotState.EMPTY))
-        self._end()
-
-    def leave(self) -> None:
-        """Give the slot up as it is: it stays WRITING, unreadable, until somebody writes it."""
-        self._end()
-
-    def _end(self) -> None:
-        with contextlib.suppress(BufferError):  # a tensor over the slot may still hold the view
-            self.data.release()
-        self._release()
-
+from flashckpt.shm.slot_writer import SlotWriter
 
 __all__ = ["Pin", "Segment", "SegmentSpec", "SlotHeader", "SlotPinned", "SlotState", "SlotWriter"]
 
@@ -440,10 +351,9 @@ class Segment:
 
     def _reserve_step(self, start: int, size: int) -> None:
         missing = 0 if self.is_allocated else size
-        least = capacity.capacities(self.path.parent)[0]
         cause: OSError | None = None
         try:
-            if least.nbytes >= missing:
+            if not missing or capacity.capacities(self.path.parent)[0].nbytes >= missing:
                 for at in range(start, start + size, _LOCKED_BYTES):
                     piece = min(_LOCKED_BYTES, start + size - at)
                     if missing:
@@ -457,6 +367,7 @@ class Segment:
             self.remove_names()
         what = f"job {self.spec.job!r}, rank {self.spec.rank}"
         capacity.refuse_file_limit(start + size, what=what)
+        least = capacity.capacities(self.path.parent)[0]
         raise capacity.insufficient_memory(self.path.parent, self.spec.nbytes - start, least, what=what) from cause
 
 

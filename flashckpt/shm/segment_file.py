@@ -73,9 +73,11 @@ def describe_process(pid: int) -> str:
     return f"process {pid}" + (f" ({words[:120]})" if words else "")
 
 
-def address_of(mapping: memoryview) -> int:
-    """Return the address of the mapping without keeping an export of it, so that it can be closed."""
-    return int(np.frombuffer(mapping, np.uint8).ctypes.data)
+def address_of(memory: memoryview | npt.NDArray[np.uint8]) -> int:
+    """Return the address of the first byte, without keeping an export of a mapping, so that it can be closed."""
+    array = memory if isinstance(memory, np.ndarray) else np.frombuffer(memory, np.uint8)
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 def fill_holes(fd: int, spec: SegmentSpec, start: int, stop: int) -> int:

@@ -1,13 +1,14 @@
 """Copies from an accelerator: a side stream per device, batches with an event each, the fence as a stream wait.
 
-The host is never blocked by a copy. Small tensors are gathered into one buffer on the device and cross the bus as
-one copy: a separate copy costs each of them more than its bytes. `api` is `torch.cuda`, or another accelerator's module, or an object with the
-same Event, Stream, stream and current_stream, so that the order of operations is tested without a GPU.
+Where the slot is page-locked, a copy blocks no thread of the host; else `staging` brings it there. Small tensors are gathered
+into one buffer on the device and cross the bus as one copy: a separate copy costs each of them more than its bytes. `api` is
+the module of the accelerator (`accelerator.runtime`), or an object with the same Event, Stream, stream and current_stream, so
+that the order of operations is tested without a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -15,13 +16,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from flashckpt.accelerator import host_buffer, runtime
+from flashckpt import accelerator
+from flashckpt.accelerator import host_buffer, runtime, waited_event
 from flashckpt.core.shard import ALIGN_SMALL, SMALL_BYTES, round_up
 from flashckpt.native import copy_and_digest
+from flashckpt.snapshot import staging
 from flashckpt.snapshot.copy import Buffer, Item, is_plain, source_of
+from flashckpt.snapshot.staging import Filling, HeldStorages, Ring, Source, sources_of
 
-BATCH_BYTES = 64 << 20
-"""Bytes per event: the host hashes one batch while the next is on the wire."""
+BATCH_BYTES = 256 << 20
+"""Bytes per event: the host digests one batch while the next is on the wire. Each costs training a turn of the GIL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,22 @@ class SmallBatch:
             self._on_host = host_buffer(self._total, self.device)
         self._on_host.copy_(self._on_device, non_blocking=True)
 
+    def sources(self) -> Iterator[Source]:
+        """Return what was gathered as pieces for staging, of whole tensors each (copy thread)."""
+        assert self._on_device is not None, "gather() comes first"
+        first = 0
+        ends = [
+            start + round_up(item.nbytes, ALIGN_SMALL) for item, start in zip(self.items, self._starts, strict=True)
+        ]
+        for number, end in enumerate(ends, 1):
+            begin = self._starts[first]
+            if number < len(ends) and ends[number] - begin <= staging.BLOCK_BYTES // 4:
+                continue
+            own = range(first, number)
+            rows = [(self._starts[i] - begin, self.items[i].offset, self.items[i].nbytes) for i in own]
+            yield self._on_device[begin:end], rows, self.items[first:number]
+            first = number
+
     def differing(self, buffer: Buffer) -> list[str]:
         """Return the names of those whose bytes in the slot are not what was gathered; the copy must have arrived."""
         assert self._on_host is not None, "fetch() comes first"
@@ -163,6 +183,7 @@ class DeviceCopier:
         self._streams: dict[torch.device, Any] = {}
         self._last: dict[torch.device, Any] = {}
         self._fenced, self._unfenced, self._devices = SmallBatches(), SmallBatches(), Devices()
+        self._ring, self._held = Ring(self._api), HeldStorages(())
 
     def mark(
         self,
@@ -201,15 +222,29 @@ class DeviceCopier:
             events[device] = event
         return StreamEvents(events=events, clones=clones, packs=packs, samples=samples, error=error)
 
-    def enqueue(self, items: Sequence[Item], buffer: Buffer, marks: StreamEvents) -> list[Any]:
-        """Queue every copy on the side streams (copy thread); return batches of (event, items, pack or None).
+    def enqueue(
+        self,
+        items: Sequence[Item],
+        buffer: Buffer,
+        marks: StreamEvents,
+        *,
+        arrived: Callable[[Sequence[Item]], None] = lambda _: None,
+    ) -> list[Any]:
+        """Queue every copy on the side streams (copy thread); return batches for `arrivals`.
 
         Where it raises, nothing is under way any more: the slot may be given to another snapshot, or unmapped.
+
+        Args:
+            items: Fenced tensors.
+            buffer: Of the slot.
+            marks: Of `mark`.
+            arrived: Called with what lies in the slot already, where staging needs its blocks again meanwhile.
         """
         if marks.error is not None:
             raise marks.error
         large, packs = self._fenced.of(items)
         copies = [*marks.clones, *((item, None) for item in large)]
+        self._held = HeldStorages(items)
         batches: list[Any] = []
         try:
             for device, mark in marks.events.items():
@@ -217,7 +252,14 @@ class DeviceCopier:
                 with self._api.device(device), self._api.stream(stream := self._stream(device)):
                     stream.wait_event(mark)
                     own = [copy for copy in copies if (copy[0].local if copy[1] is None else copy[1]).device == device]
-                    batches += self._queue(device, buffer, own, packs, marks.packs)
+                    here = [pack for pack in packs if pack.device == device]
+                    for pack in here:
+                        pack.gather()
+                    here += [pack for pack in marks.packs if pack.device == device]
+                    if accelerator.is_direct(buffer.address, device):
+                        batches += self._queue(device, buffer, own, here)
+                    else:
+                        batches += self._stage(device, buffer, own, here, arrived)
                     for pack in marks.samples:
                         if pack.device == device:
                             pack.fetch()
@@ -233,19 +275,42 @@ class DeviceCopier:
         buffer: Buffer,
         copies: Sequence[tuple[Item, torch.Tensor | None]],
         packs: Sequence[SmallBatch],
-        gathered: Sequence[SmallBatch],
-    ) -> Iterator[Any]:
-        """Queue the copies of one device on its stream, which is the current one; yield what `enqueue` returns."""
+    ) -> Iterator[tuple[Any, Sequence[Item], SmallBatch | Filling | None]]:
+        """Queue the copies of one device into the slot itself; yield batches of (event, items, what deals them or None)."""
         for pack in packs:
-            if pack.device == device:
-                pack.gather()
-        for pack in [*packs, *gathered]:
-            if pack.device == device:
-                pack.fetch()
-                yield self._recorded(device), pack.items, pack
+            pack.fetch()
+            yield self._recorded(device), pack.items, pack
         for batch in _batches(copies):
             _copy(batch, buffer)
             yield self._recorded(device), [item for item, _ in batch], None
+
+    def _stage(
+        self,
+        device: torch.device,
+        buffer: Buffer,
+        copies: Sequence[tuple[Item, torch.Tensor | None]],
+        packs: Sequence[SmallBatch],
+        arrived: Callable[[Sequence[Item]], None],
+    ) -> Iterator[tuple[Any, Sequence[Item], SmallBatch | Filling | None]]:
+        """Do what `_queue` says by way of the ring."""
+
+        def pieces() -> Iterator[Source]:
+            for pack in packs:
+                yield from pack.sources()
+            for item, clone in copies:
+                yield from sources_of(item, source_of(item) if clone is None else clone)
+
+        def early(filling: Filling) -> None:
+            self._deal(filling, buffer)
+            arrived(filling.items)
+
+        with torch.no_grad():
+            for filling in self._ring.queue(device, pieces(), lambda: self._recorded(device), early):
+                yield filling.event, filling.items, filling
+
+    def _deal(self, filling: Filling, buffer: Buffer) -> None:
+        filling.deal(buffer)
+        self._ring.dealt(filling)
 
     def _stream(self, device: torch.device) -> Any:
         if device not in self._streams:
@@ -253,8 +318,7 @@ class DeviceCopier:
         return self._streams[device]
 
     def _recorded(self, device: torch.device) -> Any:
-        # blocking: the host sleeps until it has happened, where it would otherwise spin on a core for the whole copy
-        event = self._last[device] = self._api.Event(blocking=True)
+        event = self._last[device] = waited_event(self._api)
         event.record(self._stream(device))
         return event
 
@@ -272,14 +336,26 @@ class DeviceCopier:
         """Return when every copy that was queued has ended: before a slot whose snapshot is discarded is used again."""
         for stream in self._streams.values():
             stream.synchronize()
+        self._ring.reset()
+        self._held = HeldStorages(())
 
     def arrivals(self, batches: Sequence[Any], buffer: Buffer) -> Iterator[Sequence[Item]]:
-        """Yield each batch when its bytes are in the slot (copy thread; the wait releases the GIL)."""
+        """Yield each batch when its bytes are in the slot (copy thread; the wait releases the GIL).
+
+        Raises:
+            StalePlanError: A tensor lost its memory meanwhile.
+        """
         for event, items, pack in batches:
+            if isinstance(pack, Filling) and pack.is_dealt:
+                continue
             event.synchronize()
-            if pack is not None:
+            if isinstance(pack, Filling):
+                self._deal(pack, buffer)
+            elif pack is not None:
                 pack.deal(buffer)
             yield items
+        self._held.refuse_lost()
+        self._held = HeldStorages(())
 
 
 def _copy(copies: Sequence[tuple[Item, torch.Tensor | None]], buffer: Buffer) -> None:

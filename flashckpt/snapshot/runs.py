@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +18,7 @@ import torch
 
 from flashckpt import faults
 from flashckpt.core.digest import CHUNK_BYTES
+from flashckpt.environment import env
 from flashckpt.native import SharedCopy, copy_and_digest, is_native
 from flashckpt.native.descriptors import Figures
 from flashckpt.native.numbers import kind_of
@@ -139,6 +142,8 @@ _AT_A_TIME = 1024  # looked up without releasing the GIL to training
 _POINT = "slot.during-copy"
 _DEALT_BYTES = 8 << 20
 """A longer item is dealt in parts of so many bytes to the threads that copy: what one waits for the other at the end."""
+_HANDED_BYTES = 64 << 20
+"""Of what has arrived from a device, for one thread at a time: few enough hand-overs, which take the GIL from training."""
 
 
 class HeldMemory(NamedTuple):
@@ -342,6 +347,63 @@ def digest_in_slot(
             kinds=kinds.astype(np.uint8),
             figures=figures,
         )
+
+
+def digest_arrivals(
+    arrivals: Iterable[Sequence[Item]],
+    buffer: Buffer,
+    digests: npt.NDArray[np.uint64],
+    figures: Figures | None = None,
+    *,
+    threads: int,
+) -> float:
+    """Digest batches as they arrive in the slot: a fast bus brings them several times as fast as one thread digests.
+
+    Where this returns or raises, no thread reads the slot any more. Where no thread can be started (a limit, or the
+    interpreter is ending, which may wait for this very snapshot) the calling one digests.
+
+    Returns:
+        Seconds that cores took for it, the calling thread's left out.
+    """
+
+    def digest(places: Ints) -> float:
+        began = time.thread_time()
+        digest_in_slot(places, buffer, digests, figures)
+        return time.thread_time() - began
+
+    parts: list[Future[float]] = []
+    with ThreadPoolExecutor(threads, thread_name_prefix="flashckpt-digest") as pool:
+        for places in (places for items in arrivals for places in _handed(items)):
+            try:
+                parts.append(pool.submit(digest, places))
+            except RuntimeError:
+                digest(places)
+    return sum(part.result() for part in parts)
+
+
+def _handed(items: Sequence[Item]) -> Iterator[Ints]:
+    """Cut what has arrived into what one thread digests at a time, long items too."""
+    if sum(item.nbytes for item in items) <= _HANDED_BYTES:
+        yield places_of(items)
+        return
+    places: list[tuple[int, int, int, int]] = []
+    size = 0
+    for item in items:
+        kind = kind_of(item.dtype)
+        for at in range(0, item.nbytes, _HANDED_BYTES):
+            nbytes = min(item.nbytes - at, _HANDED_BYTES)
+            places.append((item.offset + at, nbytes, item.first_chunk + at // CHUNK_BYTES, kind))
+            size += nbytes
+            if size >= _HANDED_BYTES:
+                yield np.array(places, np.int64)
+                places, size = [], 0
+    if places:
+        yield np.array(places, np.int64)
+
+
+def digest_threads() -> int:
+    """Return how many threads digest what has arrived: half of this rank's share of the cores, training has the others."""
+    return max(1, min(8, len(os.sched_getaffinity(0)) // env.LOCAL_WORLD_SIZE // 2))
 
 
 def _copy_by_chunk(

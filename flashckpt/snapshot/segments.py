@@ -16,6 +16,7 @@ import numpy as np
 
 from flashckpt import accelerator
 from flashckpt.core.snapshot_id import SnapshotId, SnapshotRequest
+from flashckpt.environment import env
 from flashckpt.errors import ConfigError, DamagedError, FlashckptError, FormatVersionError, SharedMemoryError
 from flashckpt.logs import guarded
 from flashckpt.planning.slot_policy import choose_slot
@@ -33,7 +34,7 @@ class Reservation:
     """A segment, and what of it may be written already.
 
     Args:
-        pin_for: Index of the CUDA device to page-lock the slots for, or None.
+        pin_for: Index of the device to page-lock the slots for, or None.
 
     Attributes:
         segment: None while it is still to be made, and after the end.
@@ -78,6 +79,8 @@ class Reservation:
     def _reserve(self, segment: Segment) -> None:
         view: Any = np.frombuffer(segment.buffer, np.uint8)
         address, spec = int(view.ctypes.data), segment.spec
+        if not locks_slots(spec.slots * spec.data_capacity):
+            self._pin_for = None
 
         def note(nbytes: int) -> None:
             """Page-lock each slot as soon as it is reserved: the first snapshot waits for no other slot."""
@@ -95,7 +98,9 @@ class Reservation:
         if accelerator.register(address, nbytes, index=self._pin_for):
             self._page_locked.append((address, self._pin_for))
         else:
-            _log.warning("the snapshots' memory could not be page-locked: copies from the device are slower")
+            _log.warning(
+                "the snapshots' memory could not be page-locked: copies from the device go through staging buffers"
+            )
             self._pin_for = None  # the limit that refused this slot refuses the others
 
     def unreserved(self) -> set[int]:
@@ -138,6 +143,15 @@ _LET_GO_S = 2.0
 """How long a killed process may take to give its locks back."""
 
 
+def locks_slots(nbytes: int) -> bool:
+    """Whether a rank page-locks its slots: where the device can use them so, and they are no large part of the machine's memory."""
+    most = env.FLASHCKPT_LOCKED_MB
+    if most is not None:
+        return accelerator.registers() and nbytes <= most * 1_000_000
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return accelerator.registers() and nbytes <= memory // 4 // env.LOCAL_WORLD_SIZE
+
+
 class RankSegments:
     """The segments of one rank: one it writes, and older ones that the daemon retires.
 
@@ -145,11 +159,11 @@ class RankSegments:
         directory: Of the job on this node.
         root_digest: Ties segments to the root.
         rank: Global rank.
-        pin_for: Index of the CUDA device to page-lock the slots for, or None.
+        pin_for: Index of the device to page-lock the slots for, or None.
     """
 
     def __init__(self, directory: JobDirectory, *, root_digest: int, rank: int, pin_for: int | None = None) -> None:
-        self._directory, self._root_digest, self._rank, self._pin_for = directory, root_digest, rank, pin_for
+        self._directory, self._root_digest, self._rank, self.pin_for = directory, root_digest, rank, pin_for
         self._reservation = Reservation(pin_for=pin_for)
         self._coming: MemoryNeed | None = None
         self._waits = False  # for `use`
@@ -232,7 +246,7 @@ class RankSegments:
         self.release()
         adopted = self.own_existing(need)
         segment = adopted if adopted is not None else self._create(need, slots, job)
-        self._reservation = Reservation(pin_for=self._pin_for)
+        self._reservation = Reservation(pin_for=self.pin_for)
         self._reservation.segment = segment
         self._waits = is_opening and adopted is not None and need.slot_bytes > SMALL_SLOT_BYTES
         if not self._waits:
@@ -258,7 +272,7 @@ class RankSegments:
         The segment before is given up there, and removed if it never held a snapshot. What `open` raises is raised by
         the next question for a slot. Not while a snapshot is being written.
         """
-        before, coming = self._reservation, Reservation(pin_for=self._pin_for)
+        before, coming = self._reservation, Reservation(pin_for=self.pin_for)
         before.stop.set()
         self._reservation, self._coming = coming, need
         self._replace_again = partial(self.replace, need, slots=slots, job=job)
@@ -374,48 +388,6 @@ def _other_root(path: Path) -> ConfigError:
         expected="one root per job id",
         state="The snapshots of the other run were left as they are.",
         remedy="give this run another id (job='...' or FLASHCKPT_JOB_ID), or remove the old one: flashckpt gc",
-    )
-
-
-def slots_for(need_bytes: int, free_bytes: int, wanted: int | None, *, replica_bytes: int | None = None) -> int:
-    """Return how many slots per rank this node has room for: `wanted`, or 3, or 2; with replicas 4, or 3.
-
-    Args:
-        need_bytes: Sum over the node's ranks of the bytes of one slot that are not yet reserved.
-        free_bytes: Room on the node, before anybody reserves.
-        wanted: The user's number, or None.
-        replica_bytes: What the replicas of other nodes will take here beside that; None without replication.
-
-    Raises:
-        SharedMemoryError: Not even the least number (or `wanted`) fit.
-    """
-    replicas = replica_bytes or 0
-    counts = [wanted] if wanted else [3, 2] if replica_bytes is None else [4, 3]
-    for count in counts:
-        if need_bytes * count + replicas <= free_bytes:
-            return count
-    least = counts[-1]
-    if replicas:
-        raise too_little_for_replicas(need_bytes * least, replicas, free_bytes, slots=least)
-    raise capacity.insufficient_memory(
-        Path("/dev/shm"),  # noqa: S108 -- only named in the remedy
-        need_bytes * least,
-        capacity.Capacity(nbytes=free_bytes, limit="the tmpfs, the machine or a cgroup"),
-        what=f"{least} slots per rank",
-    )
-
-
-def too_little_for_replicas(own_bytes: int, replica_bytes: int, free_bytes: int, *, slots: int) -> SharedMemoryError:
-    """Return the error of a node that has no room for its own snapshots and those of the nodes whose partner it is."""
-    return SharedMemoryError(
-        "too little host memory for snapshots and for the replicas of other nodes",
-        found=f"room for {free_bytes} bytes ({free_bytes / 2**30:.2f} GiB) on this node",
-        expected=(
-            f"{own_bytes} bytes for {slots} slots of each rank here, and {replica_bytes} bytes for replicas:"
-            f" {(own_bytes + replica_bytes) / 2**30:.2f} GiB"
-        ),
-        state="Nothing of this job was kept in memory; snapshots of other jobs are untouched.",
-        remedy="replicate=1 in place of 2, or replicate=0; or enlarge /dev/shm: mount -o remount,size=... /dev/shm",
     )
 
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,15 @@ from flashckpt.snapshot.copy import (
 )
 from flashckpt.snapshot.copy_plan import CopyPlan
 from flashckpt.snapshot.device import DeviceCopier
-from flashckpt.snapshot.runs import CoreTime, Crowding, Offer, digest_in_slot, places_of
+from flashckpt.snapshot.runs import (
+    CoreTime,
+    Crowding,
+    Offer,
+    digest_arrivals,
+    digest_in_slot,
+    digest_threads,
+    places_of,
+)
 from flashckpt.snapshot.witness import Counts, NumbersWatch, Witness, counter_path
 from flashckpt.state.structure import Captured, ValuesRead
 
@@ -144,9 +153,14 @@ class Stager:
         self._on_complete, self._on_failure = on_complete, on_failure
         self._queue: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._lanes, self._crowding, self._numbers = DeviceCopier(), Crowding(), NumbersWatch(by_design)
+        self._crowding, self._numbers = Crowding(), NumbersWatch(by_design)
         self._prepared: Snapshot | None = None
         self.current: Snapshot | None = None
+
+    @cached_property
+    def _lanes(self) -> DeviceCopier:
+        """The side streams, where some tensor lies on a device."""
+        return DeviceCopier()
 
     def ready(self) -> None:
         """Start the thread, and find out where version counters lie, so that the first snapshot need not."""
@@ -277,9 +291,15 @@ class Stager:
         plan.unfenced_runs.check_forms()
         plan.runs.check_forms()
         snapshot.digests = digests = np.zeros(plan.layout.table.chunks, np.uint64)
-        snapshot.figures = np.zeros(len(digests), FIGURES)
-        snapshot.batches = self._lanes.enqueue(plan.device, buffer, snapshot.marks) if plan.uses_device else []
-        plan.runs.copy_and_digest(buffer, digests, snapshot.offer, figures=snapshot.figures)
+        snapshot.figures = figures = np.zeros(len(digests), FIGURES)
+        if plan.uses_device:
+            snapshot.batches = self._lanes.enqueue(
+                plan.device,
+                buffer,
+                snapshot.marks,
+                arrived=lambda items: digest_in_slot(places_of(items), buffer, digests, figures),
+            )
+        plan.runs.copy_and_digest(buffer, digests, snapshot.offer, figures=figures)
         for item in plan.others:
             copy_item(item, buffer)
             crash_point("slot.during-copy")
@@ -287,6 +307,7 @@ class Stager:
             snapshot.check()
         snapshot.copied_s = time.perf_counter()
         snapshot.copied.set()
+        snapshot.offer.end()  # a fence that came first waits for it: nothing to take part in may come any more
 
     def _conclude(self, snapshot: Snapshot) -> None:
         """Digest what lies in the slot only, and make the snapshot COMPLETE."""
@@ -294,8 +315,8 @@ class Stager:
         assert digests is not None
         digest_in_slot(plan.digested_later, buffer, digests, snapshot.figures)
         if plan.uses_device:
-            for items in self._lanes.arrivals(snapshot.batches, buffer):
-                digest_in_slot(places_of(items), buffer, digests, snapshot.figures)
+            arrivals = self._lanes.arrivals(snapshot.batches, buffer)
+            snapshot.cpu_s += digest_arrivals(arrivals, buffer, digests, snapshot.figures, threads=digest_threads())
             if names := self._lanes.changed(snapshot.marks, buffer):
                 raise fence_error(names, snapshot.request.id.step, found=UNCOUNTED)
         snapshot.check()

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from flashckpt.core.figures import Figures
+from flashckpt.core.figures import TensorFigures
 from flashckpt.logs import guarded
 from flashckpt.native import copy_and_digest, is_native
 from flashckpt.native.copying import CounterPath, read_counters
@@ -332,7 +332,7 @@ class Sampler:
 
 
 # -- Which parameters, and state of optimizers, became non-finite: what was so from the beginning is so by design (a
-#    mask of -inf), and what a restored snapshot says of its own tensors counts as their beginning
+#    mask of -inf), and what a restored snapshot says of its tensors counts as their beginning
 
 
 class NumbersWatch:
@@ -347,7 +347,7 @@ class NumbersWatch:
         self._by_design = None if by_design is None else set(by_design)
         self._unsaid = ""
 
-    def look(self, layout: StateLayout, figures: Figures) -> Figures:
+    def look(self, layout: StateLayout, figures: TensorFigures) -> TensorFigures:
         """Return the figures of a snapshot with what is suspect in them."""
         table = layout.table
         fenced = layout.structure.fenced[layout.row_tensors]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
-from itertools import chain
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -78,7 +77,12 @@ def _loaders() -> list[DataLoader[Any]]:
         values += [*frame.f_locals.values(), *(() if name in _OTHERS else frame.f_globals.values())]
         frame = frame.f_back
     values = list({id(value): value for value in values if type(value) not in _PLAIN}.values())
-    parts = chain.from_iterable(map(_inside, values))
+    parts: list[Any] = []
+    for value in values:
+        if type(value) in (list, tuple):
+            parts += value
+        elif not isinstance(value, (type, ModuleType)) and type(getattr(value, "__dict__", None)) is dict:
+            parts += vars(value).values()
     every = {id(one): one for one in (*values, *parts) if type(one) not in _PLAIN}
     try:
         return [one for one in every.values() if isinstance(one, DataLoader)]
@@ -92,13 +96,6 @@ def _is_loader(value: Any) -> bool:
         return isinstance(value, DataLoader)
     except Exception:  # noqa: BLE001 -- any variable of the program: proxies, mocks
         return False
-
-
-def _inside(value: Any) -> list[Any]:
-    if type(value) in (list, tuple):
-        return list(value)
-    is_object = not isinstance(value, (type, ModuleType)) and type(getattr(value, "__dict__", None)) is dict
-    return list(vars(value).values()) if is_object else []
 
 
 def _unscheduled(tracked: StateRegistry) -> Iterator[str]:

@@ -300,16 +300,14 @@ def lists_in(state: Any, counts: Container[int], path: str) -> Iterator[str]:
         counts: How many parameters there are.
         path: Of the state.
     """
-    is_row = isinstance(state, (list, tuple)) and len(state) in counts
-    entries = (
-        list(state.values() if isinstance(state, dict) else state) if isinstance(state, (dict, list, tuple)) else []
-    )
-    is_row |= isinstance(state, dict) and {int}.issuperset(map(type, state))
-    if is_row and len(entries) > 1 and all(isinstance(one, (torch.Tensor, dict)) for one in entries):
+    if not isinstance(state, (dict, list, tuple)):
+        return
+    is_row = {int}.issuperset(map(type, state)) if isinstance(state, dict) else len(state) in counts
+    items = list(state.items() if isinstance(state, dict) else enumerate(state))
+    if is_row and len(items) > 1 and all(isinstance(one, (torch.Tensor, dict)) for _, one in items):
         yield path
         return
-    keys = state if isinstance(state, dict) else range(len(entries))
-    for key, value in zip(keys, entries, strict=True):
+    for key, value in items:
         yield from lists_in(value, counts, f"{path}.{key}")
 
 

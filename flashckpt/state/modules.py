@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -214,17 +215,18 @@ def _asked(get: Any) -> Any:
 
 
 def _is_deep(tree: Any) -> bool:
-    level = [tree] if _is_tree(tree) else []
-    for _ in range(pytree.DEEPEST + 1):
-        if not level:
+    level = [tree]
+    for _ in range(pytree.DEEPEST + 2):
+        inside: dict[int, Iterable[Any]] = {}  # by id: a value may be there more than once
+        for one in level:
+            if isinstance(one, Mapping):
+                inside[id(one)] = one.values()
+            elif type(one) in (list, tuple):
+                inside[id(one)] = one
+        if not inside:
             return False
-        parts = (part for one in level for part in (one.values() if isinstance(one, Mapping) else one))
-        level = list({id(part): part for part in parts if _is_tree(part)}.values())
-    return bool(level)
-
-
-def _is_tree(value: Any) -> bool:
-    return isinstance(value, Mapping) or type(value) in (list, tuple)
+        level = list(chain.from_iterable(inside.values()))
+    return True
 
 
 # -- What frameworks wrap around optimizers and schedulers, taken off: the state is that of the object inside ------
@@ -246,7 +248,7 @@ def unwrapped(thing: Any) -> Any:
         return type(thing)(map(unwrapped, thing))
     if isinstance(thing, torch.optim.Optimizer) and not vars(thing).get("state"):
         for value in vars(thing).values():
-            if isinstance(value, (dict, list, tuple)) and (members := contained(value)):
+            if isinstance(value, (dict, list, tuple)) and value and (members := contained(value)):
                 return unwrapped(members)
     for kind in type(thing).__mro__:
         inside = _INSIDE.get((kind.__module__, kind.__qualname__))
@@ -257,8 +259,8 @@ def unwrapped(thing: Any) -> Any:
 
 def contained(value: Any) -> list[torch.optim.Optimizer]:
     """Return the optimizers in a list, tuple or dict of nothing else; [] where it is another thing."""
-    if not isinstance(value, (dict, list, tuple)):
+    if not isinstance(value, (dict, list, tuple)) or not value:
         return []
     members = list(value.values() if isinstance(value, dict) else value)
-    is_one = bool(members) and isinstance(members[0], torch.optim.Optimizer)
+    is_one = isinstance(members[0], torch.optim.Optimizer)
     return members if is_one and all(isinstance(one, torch.optim.Optimizer) for one in members) else []

@@ -40,7 +40,7 @@ def refuse_wrapper(name: str, optimizer: torch.optim.Optimizer) -> None:
     inner = [
         key
         for key, value in vars(optimizer).items()
-        if contained(value)
+        if (isinstance(value, (dict, list, tuple)) and value and contained(value))
         or (isinstance(value, torch.optim.Optimizer) and value.state is not vars(optimizer).get("state"))
     ]
     if not inner and hasattr(optimizer, "_optimizer_step_pre_hooks"):
@@ -278,8 +278,7 @@ class DeferredState:
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> StructureGuard:
         """Return a guard over the state that was found, which detects later changes."""
-        states = [part.optimizer.state for part in self.parts]
-        dicts = [members for state in states for members in (state, *state.values())]
+        dicts = [one for part in self.parts for one in (part.optimizer.state, *part.optimizer.state.values())]
         return StructureGuard(dicts, [], [tensor for tensor in tensors if type(tensor) is DTensor])
 
     def refused(self, tensors: Sequence[torch.Tensor]) -> tuple[str, str] | None:
@@ -344,12 +343,10 @@ class PredictedState:
 
 def example(block: PredictedBlock, param: torch.Tensor, *, is_full: bool) -> torch.Tensor:
     """Return a tensor of the form that the state of `param` will have; its values are none."""
-    return param.detach() if is_full else torch.zeros((), dtype=block.scalar, device=_scalar_device(block, param))
-
-
-def _scalar_device(block: PredictedBlock, param: torch.Tensor) -> torch.device:
-    on_device = block.group.get("capturable") or block.group.get("fused")
-    return param.device if on_device else torch.device("cpu")
+    if is_full:
+        return param.detach()
+    is_on_device = block.group.get("capturable") or block.group.get("fused")
+    return torch.zeros((), dtype=block.scalar, device=param.device if is_on_device else "cpu")
 
 
 def _refused(

@@ -278,6 +278,8 @@ def split_among_replicas(
         shares: Who persists which rows of its one box (`balance.deal`); where they are of a tensor of another
             shape (a scalar of the optimizer) or there are several boxes, all goes to the writer of the first.
     """
+    if len(boxes) == 1 and not shares and spread.replicas == 1 and box_bytes(dtype, boxes) <= ROW_BYTES:
+        return tuple(boxes)  # nearly always
     (first, *_) = shares or (WriteShare(start=0, stop=0, writer=0),)
     dim = cut_dimension(boxes[0].lengths)
     rows = boxes[0].lengths[dim] if boxes[0].lengths else 1
@@ -325,7 +327,7 @@ def shard_of(fqn: str, dtype: str, box: LocalBox, replica: int | None = None) ->
 
 def box_bytes(dtype: str, boxes: Sequence[LocalBox]) -> int:
     """Return the bytes of all boxes."""
-    return sum(math.prod(box.lengths) for box in boxes) * ITEMSIZE[dtype]
+    return sum([math.prod(box.lengths) for box in boxes]) * ITEMSIZE[dtype]
 
 
 @contextlib.contextmanager

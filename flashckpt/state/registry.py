@@ -34,6 +34,7 @@ from flashckpt.state.value_reader import ValueReader
 
 _MOST_READINGS = 3
 _SHAPE = operator.itemgetter(1)  # of a FORM
+_NOTHING = StructureGuard([], [])
 
 
 class Foreseen(NamedTuple):
@@ -86,7 +87,7 @@ class StateRegistry:
         self.planned: Structure | None = None
         self.ahead = DeferredState()
         self.aliases: dict[str, str] = {}
-        self._guard = self._appeared = StructureGuard([], [])
+        self._guard = self._appeared = _NOTHING
         self._built_of: list[tuple[Any, Any]] = []
         self._layout: StateLayout | None = None
         self._foreseen: Foreseen | None = None
@@ -161,7 +162,7 @@ class StateRegistry:
 
     def in_parts(self) -> list[dict[str, Sequence[TensorPart]]]:
         """Return the tensors that lie in parts, of each object that has some."""
-        return parts_of(self.objects.values())
+        return parts_of(self.objects.values()) if self.objects else []
 
     def left_out(self) -> dict[str, torch.Tensor]:
         """Return the tensors of modules that no snapshot holds, by name.
@@ -301,7 +302,7 @@ class StateRegistry:
 
     def _owners(self) -> list[tuple[Any, Any]]:
         """Return the objects that a structure is of and that a guard over their members does not see replaced."""
-        return [(self.world, None), *((o.state, o.param_groups) for o in self.all_optimizers())]
+        return [(self.world, None), *[(o.state, o.param_groups) for o in self.all_optimizers()]]
 
     def _are_owners(self, known: list[tuple[Any, Any]]) -> bool:
         """Return whether `_owners` are still the same objects."""
@@ -347,7 +348,7 @@ class StateRegistry:
             lists += [group["params"] for group in optimizer.param_groups]
             lists.append(optimizer.param_groups)
         self._guard = StructureGuard(dicts, lists, self.planned.sharded(), mixed=mixed, is_member=_is_watched)
-        self._appeared = StructureGuard([], [])
+        self._appeared = _NOTHING
         self._built_of = self._owners()
 
     # -- values ------------------------------------------------------------------------------------------

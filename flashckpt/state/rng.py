@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from flashckpt import accelerator
 from flashckpt.errors import UnsupportedStateError
 from flashckpt.logs import guarded
 
@@ -66,12 +67,9 @@ class Generators(NamedTuple):
 
 
 def _accelerator() -> tuple[str, Any]:
-    """Return the type of this machine's accelerator and torch's module of it; None for the module where it is not in use."""
-    device = torch.accelerator.current_accelerator()
-    if device is None:
-        return "", None
-    api = torch.get_device_module(device)
-    return device.type, api if hasattr(api, "get_rng_state") and api.is_available() and api.is_initialized() else None
+    """Return the accelerator in use and torch's module of it, where that has generators; ("", None) else."""
+    kind, api = accelerator.in_use()
+    return (kind, api) if hasattr(api, "get_rng_state") else ("", None)
 
 
 def capture(devices: Iterable[torch.device] = ()) -> dict[str, Any]:

@@ -187,9 +187,10 @@ class Commits:
 
 
 _FETCHED_AHEAD = (
-    "the tracked sampler %r has %d samples that are fetched and not yet trained at every step(): the loop fetches its next "
-    "batch before step(). A restart deals them again, none is lost; but what was drawn at random to prepare them is in "
-    "the snapshot already and is drawn once more. Fetch after step(), or wrap the data set in SeededSamples"
+    "the tracked sampler %r has %d samples that are fetched and not committed at every step(): the loop fetches its next "
+    "batch before step(), or leaves out batches. A restart deals as many again, none is lost; but what was drawn at random "
+    "to prepare them is in the snapshot already and is drawn once more. Fetch after step(), or wrap the data set in "
+    "SeededSamples; call sampler.commit(samples) for a batch that is left out"
 )
 
 

@@ -257,7 +257,7 @@ class Structure:
     def is_in_place(self) -> bool:
         """Tell whether every tensor, none of which is a DTensor, is on the device that it was on, or is expected on."""
         devices = [one.device for one in self.box_sets]
-        if {"cpu"}.issuperset(device.type for device in devices):
+        if {device.type for device in devices} <= {"cpu"}:
             return all(map(_IS_CPU, self.tensors))
         expected = map(devices.__getitem__, self.sets.tolist())
         return all(map(operator.eq, map(_DEVICE, self.tensors), expected))

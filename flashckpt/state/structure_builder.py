@@ -170,6 +170,8 @@ def _enter_captured(columns: StateColumns, tracked: Tracked, box_sets: BoxSets) 
 
 def _enter_parts(columns: StateColumns, tracked: Tracked, box_sets: BoxSets) -> list[str]:
     """Enter what this rank holds of tensors that lie in parts, under one name each; return the names."""
+    if not tracked.parts:
+        return []
     part_sets, names = PartSets(tracked.parts, tracked.world, box_sets), list[str]()
     for by_name in tracked.parts:
         for name, parts in by_name.items():

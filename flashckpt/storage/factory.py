@@ -9,7 +9,7 @@ from typing import cast
 
 from flashckpt import entry_points
 from flashckpt.errors import ConfigError, FlashckptError
-from flashckpt.shm.roots import local_path, root_url, scheme_of
+from flashckpt.shm.job_id import local_path, root_url, scheme_of
 from flashckpt.storage.store import Store, StoreType
 
 _MEMORY_ONLY = ("memory",)
@@ -64,6 +64,8 @@ def open_in_rank(url: str, options: Mapping[str, object]) -> Store:
 
 def place_of(url: str, options: Mapping[str, object]) -> str:
     """Return endpoint and region of an s3:// root for a message; "" for another root, or where that is unknown."""
+    if scheme_of(url) not in ("s3", "s3a"):
+        return ""
     store = open_in_rank(url, options)
     try:
         return str(getattr(store, "address", ""))

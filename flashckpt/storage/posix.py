@@ -28,8 +28,16 @@ from flashckpt.storage.conditional import (
     warn_unconditional,
 )
 from flashckpt.storage.direct_io import read_direct, read_file, write_durable
-from flashckpt.storage.store import SWEEP_AGE_S, Names, ObjectInfo, Objects, check_key
-from flashckpt.storage.temporary import TEMPORARY, is_orphan, temporary_name
+from flashckpt.storage.store import (
+    SWEEP_AGE_S,
+    TEMPORARY,
+    Names,
+    ObjectInfo,
+    Objects,
+    check_key,
+    is_orphan,
+    temporary_name,
+)
 
 _T = TypeVar("_T")
 _DELETED_OPEN = ".nfs"

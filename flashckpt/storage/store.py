@@ -13,8 +13,12 @@ Backends open their clients lazily in the process that uses them (never before a
 
 from __future__ import annotations
 
+import hashlib
+import os
+import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 PART_BYTES = 16 << 20
@@ -128,7 +132,7 @@ class Store(Protocol):
 
 def check_key(key: str) -> str:
     """Return `key` unchanged; ValueError if it is not a plain relative path (a programming error)."""
-    if not key or key.startswith("/") or any(part in ("", ".", "..") for part in key.split("/")):
+    if not key or key.startswith("/") or not {"", ".", ".."}.isdisjoint(key.split("/")):
         raise ValueError(f"not an object key: {key!r}")
     return key
 
@@ -146,3 +150,34 @@ class StoreType(Protocol):
 
     def __call__(self, url: str, options: dict[str, Any]) -> Store:
         """Return the store of a root, without touching it yet."""
+
+
+# -- Names of temporary files, which say whose they are: a sweep removes those of dead writers -----------------------
+
+TEMPORARY = ".tmp"
+
+
+def temporary_name(name: str) -> str:
+    """Return the name under which this process writes the object `name` before it is published."""
+    return f"{name}.{machine_tag()}-{os.getpid()}-{secrets.token_hex(4)}{TEMPORARY}"
+
+
+def is_orphan(name: str, age_s: float, older_than_s: float) -> bool:
+    """Return whether a temporary file is old enough to be removed, or its writer died on this machine."""
+    if age_s > older_than_s:
+        return True
+    machine, _, rest = name.removesuffix(TEMPORARY).rpartition(".")[2].partition("-")
+    pid = rest.partition("-")[0]
+    if machine != machine_tag() or not pid.isdigit():
+        return False
+    return not Path(f"/proc/{pid}").exists()
+
+
+def machine_tag() -> str:
+    """Return 8 hex digits that name this boot and process id space: a pid means something only inside it."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        space = Path("/proc/self/ns/pid").readlink()
+    except OSError:
+        return "00000000"
+    return hashlib.sha256(f"{boot}{space}".encode()).hexdigest()[:8]

@@ -26,7 +26,8 @@ from support.ranks import wait_for
 
 from flashckpt.checkpoint import indexes
 from flashckpt.checkpoint.catalog import read_manifest
-from flashckpt.checkpoint.writer import prefix_of, write_packs
+from flashckpt.checkpoint.root_records import prefix_of
+from flashckpt.checkpoint.writer import write_packs
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister import flush, service
 from flashckpt.errors import StoreError

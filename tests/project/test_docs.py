@@ -38,7 +38,7 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
 
 
 def test_loop_of_the_readme_is_the_example() -> None:
-    """The example runs in tests/integration/programs/test_examples.py, so the README's block is known to run."""
+    """The example runs in tests/integration/programs/programs_examples.py, so the README's block is known to run."""
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     _, _, program = (ROOT / "examples" / "first_loop.py").read_text().partition('"""\n\n')
     assert block == program

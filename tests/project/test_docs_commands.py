@@ -146,8 +146,11 @@ def _flashckpt(words: list[str], *, is_complete: bool) -> None:
     from flashckpt.cli import main as cli
 
     (group,) = [value for value in vars(cli).values() if isinstance(value, click.Group)]
-    command: Any = group
-    context = click.Context(group, info_name="flashckpt")
+    _click(group, words, is_complete=is_complete)
+
+
+def _click(group: Any, words: list[str], *, is_complete: bool) -> None:
+    command, context = group, click.Context(group, info_name=group.name)
     while isinstance(command, click.Group) and words:
         found = command.get_command(context, words[0])
         assert found is not None, words[0]
@@ -219,14 +222,14 @@ def _trainer(words: list[str]) -> None:
         assert profile_range(words[at + 1], 1000)
         words = words[:at] + words[at + 2 :]
     if words[:1] == ["hub"]:
-        from flashckpt.trainer.hub.command import parse
+        from flashckpt.trainer.hub.command import group
 
-        parse(words[1:])
+        _click(group, words[1:], is_complete=True)
         return
     if words[:1] == ["generate"]:
-        from flashckpt.trainer.generate import command
+        from flashckpt.trainer.generate.command import command
 
-        command.parse(words[1:])
+        _click(command, words[1:], is_complete=True)
         return
 
     if words[:1] == ["data"]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -34,19 +36,26 @@ def modules(folder: str) -> list[Path]:
     return inside
 
 
-def imported(path: Path) -> set[str]:
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """Return the syntax tree of a file, flat; most tests look at every file."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@functools.cache
+def imported(path: Path) -> frozenset[str]:
     """Return every dotted name that a file imports, at module level or inside functions."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             names |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
+    return frozenset(names)
 
 
-def under(names: set[str], package: str) -> set[str]:
+def under(names: Collection[str], package: str) -> set[str]:
     return {name for name in names if name == package or name.startswith(package + ".")}
 
 
@@ -65,8 +74,11 @@ def test_the_core_imports_no_extra() -> None:
     assert len(EXTRAS) > 10
     found = set()
     for path in (path for top in ("flashckpt", "daemon", "sampler", "trainer") for path in modules(top)):
-        nodes = list(ast.walk(ast.parse(path.read_text())))
-        strings = {n.value.partition(":")[0] for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+        strings = {
+            n.value.partition(":")[0]
+            for n in nodes_of(path)
+            if isinstance(n, ast.Constant) and isinstance(n.value, str)
+        }
         names = imported(path) | {text for text in strings if " " not in text}
         found |= {(path.relative_to(ROOT).as_posix(), extra) for extra in EXTRAS if under(names, extra)}
     wrong = sorted(f"{path} -> {extra}" for path, extra in found - ARROWS.keys())
@@ -102,7 +114,7 @@ def test_pure_packages_do_no_io(package: str) -> None:
             continue
         foreign = {name.partition(".")[0] for name in imported(path)} - {"flashckpt"} - ARITHMETIC
         assert not foreign, f"{path.name} of {package} imports {sorted(foreign)}"
-        calls = {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)}
+        calls = {ast.unparse(node.func) for node in nodes_of(path) if isinstance(node, ast.Call)}
         assert not calls & {"open", "print", "input"}, path.name
 
 
@@ -126,7 +138,7 @@ format that the user asked for, and are never ours. The test below says what the
 
 def test_foreign_pickles_are_read_without_running_code() -> None:
     """`torch.load` with weights_only=True, and one unpickler that refuses every class but those of dcp's metadata."""
-    nodes = [node for path in FOREIGN for node in ast.walk(ast.parse((ROOT / path).read_text()))]
+    nodes = [node for path in FOREIGN for node in nodes_of(ROOT / path)]
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     loads = [call for call in calls if ast.unparse(call.func) == "torch.load"]
     assert loads
@@ -155,7 +167,7 @@ def test_nothing_pickles(folder: str) -> None:
         names = imported(path)
         for banned in ("pickle", "cloudpickle", "dill", "marshal", "shelve"):
             assert not under(names, banned), f"{path.name} imports {banned}"
-        calls = {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)}
+        calls = {ast.unparse(node.func) for node in nodes_of(path) if isinstance(node, ast.Call)}
         banned_calls = {"torch.load", "torch.save"} if "bench" not in path.parts else {"torch.load"}
         objects = {call for call in calls if call.rpartition(".")[2] in OBJECT_COLLECTIVES}
         assert not (calls & banned_calls), f"{path.name} calls {calls & banned_calls}"
@@ -187,3 +199,19 @@ def test_bare_import_of_a_linked_package_is_refused() -> None:
         )
         assert result.returncode != 0
         assert f"as flashckpt.{'NAME' if name == 'extras' else name}," in result.stderr
+
+
+KINDS = {"cuda", "xpu", "npu", "mtia", "hpu", "mps", "cudart", "is_cuda"}
+"""Modules of torch for one kind of device, and names that only one of them has."""
+
+
+def test_one_module_of_the_core_names_a_kind_of_device() -> None:
+    """All others ask it what a device can do: the path that runs on one kind is that of each."""
+    named = {
+        path.relative_to(ROOT).as_posix()
+        for top in ("flashckpt", "daemon", "sampler")
+        for path in modules(top)
+        if any(isinstance(node, ast.Attribute) and node.attr in KINDS for node in nodes_of(path))
+        or any(name.startswith(f"torch.{kind}") for name in imported(path) for kind in KINDS)
+    }
+    assert named == {"flashckpt/accelerator.py"}

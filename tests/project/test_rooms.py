@@ -89,10 +89,10 @@ def small(tmp_path: Path) -> Path:
 
 def test_a_tree_is_drawn_by_floors(small: Path) -> None:
     assert tool.drawing(small).splitlines()[1:] == [
-        " 3 flashckpt/__init__    1  0.0  Public names, loaded on first use",
-        " 2 high                  1  0.0  The high room",
-        " 1 flashckpt/low         2  0.0  The low room",
-        " 0 flashckpt             1  0.0  What all use",
+        " 3 flashckpt/__init__  Public names, loaded on first use",
+        " 2 high                The high room",
+        " 1 flashckpt/low       The low room",
+        " 0 flashckpt           What all use",
     ]
 
 
@@ -121,3 +121,14 @@ def test_a_cycle_of_rooms_without_one_of_modules_is_found(small: Path) -> None:
     assert tool.cycles(tool.room_graph(files, arrows, small)) == [["flashckpt/low", "high"]]
     with pytest.raises(ValueError, match="import each other"):
         tool.drawing(small)
+
+
+def test_the_table_of_sizes_counts_a_tree(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    rows = load_tool("size").measured(small, small)
+    assert rows["lines, core"] == rows["lines, all"] == 11
+    assert rows["lines at 100 columns, all"] == 12, "the formatter leaves an empty line below a docstring"
+    assert rows["modules"] == 4
+    assert (rows["with one importer"], rows["in the same room"]) == (3, 0)
+    assert (rows["cycles of modules"], rows["imports core -> extras"]) == (0, 0)
+    assert rows["warm restore: modules / calls"] == "-", "it has no program that counts them"

@@ -1,4 +1,4 @@
-"""`pytest --share K/N` leaves out no test, and N shares one after the other leave out no case."""
+"""`pytest --share K/N` leaves out no file, and N shares one after the other leave out no case."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.shares import chosen, share
 
 @pytest.mark.parametrize("of", [1, 2, 3, 7])
 @pytest.mark.parametrize("count", [1, 2, 3, 10])
-def test_each_share_has_a_case_of_each_test_and_all_together_every_case(count: int, of: int) -> None:
+def test_each_share_has_a_case_of_each_file_and_all_together_every_case(count: int, of: int) -> None:
     cases: Any = list(range(count))
     shares = [chosen(cases, number, of) for number in range(of)]
     assert all(0 < len(part) <= -(-count // min(of, count)) for part in shares)

@@ -7,6 +7,7 @@ with camel case and underscores taken apart, so that `_lives_on` and `LivesOn` r
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -97,6 +98,7 @@ def findings(file: str, text: str) -> list[Finding]:
     return found
 
 
+@functools.cache
 def files() -> list[Path]:
     """Return the files of product and pages; what symbolic links lead to is read once."""
     paths = [ROOT / page for page in PAGES]
@@ -159,8 +161,9 @@ def classes() -> dict[str, list[str]]:
 
 
 def test_no_class_name_is_defined_twice() -> None:
-    assert len(classes()) > 100
-    twice = {name: places for name, places in classes().items() if len(places) > 1}
+    found = classes()
+    assert len(found) > 100
+    twice = {name: places for name, places in found.items() if len(places) > 1}
     callbacks = twice.pop("FlashCheckpoint", [])  # the same call in every framework
     assert all(place.startswith("extras/frameworks/") for place in callbacks)
     assert not twice

@@ -126,3 +126,28 @@ def test_ctrl_c_lets_every_worker_clean_up(tmp_path: Path) -> None:
     output, _ = process.communicate(timeout=60)
     assert (process.returncode, "KeyboardInterrupt" in output) == (2, True), output
     assert not [name for name in "ab" if (tmp_path / name).exists()]
+
+
+STARTS = """
+import os
+from pathlib import Path
+from support import warm
+class Interpreter:
+    def __init__(self):
+        self.owner = os.getpid()
+        assert not Path(f"ended-{self.owner}").exists()
+        Path(f"started-{self.owner}").touch(exist_ok=False)
+    def close(self): Path(f"started-{self.owner}").rename(f"ended-{self.owner}")
+def test_starts(monkeypatch):
+    monkeypatch.setattr(warm, "Server", Interpreter)
+    warm._warm()
+"""
+
+
+def test_an_interpreter_that_is_ready_serves_all_files_of_a_worker_and_ends_with_it(tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / f"test_{name}.py").write_text(STARTS)
+    code, output = run(tmp_path, "--workers", "2", "-p", "conftest", files=[])
+    assert code == 0, output
+    assert 1 <= len(list(tmp_path.glob("ended-*"))) <= 2
+    assert not list(tmp_path.glob("started-*"))

@@ -71,16 +71,22 @@ class Launch:
 
 @contextmanager
 def dlrun(
-    folder: Path, *args: object, env: dict[str, str] | None = None, torchrun: bool = False, fresh: bool = False
+    folder: Path,
+    *args: object,
+    env: dict[str, str] | None = None,
+    torchrun: bool = False,
+    fresh: bool = False,
+    program: str = "",
 ) -> Iterator[Launch]:
     """Start `dlrun ARGS` (or torchrun, to compare) in a session of its own; killed whole at the end.
 
-    It is forked from an interpreter that has imported torch already (`support.warm`), unless `fresh`.
+    It is forked from an interpreter that has imported torch already (`support.warm`), unless `fresh`. `program` is a
+    script that runs dlrun.
     """
     log = folder / "output.log"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), **(env or {})}
     module = "torch.distributed.run" if torchrun else "flashckpt.daemon.run"
-    words = ["-m", module, *map(str, args)]
+    words = [*([program] if program else ["-m", module]), *map(str, args)]
     process = warm.start(words, log, cwd=folder, env=environment, fresh=fresh or torchrun)
     try:
         yield Launch(process, log)
@@ -184,3 +190,10 @@ def traces(folder: Path, world: int) -> list[dict[int, set[str]]]:
             seen.setdefault(int(step), set()).add(loss)
         ranks.append(seen)
     return ranks
+
+
+def script(folder: Path, text: str) -> Path:
+    """Return a program of this text."""
+    path = folder / "script.py"
+    path.write_text(text)
+    return path

@@ -11,7 +11,8 @@ from typing import cast
 
 from flashckpt.checkpoint.indexes import put_indexes
 from flashckpt.checkpoint.retention import Policy, prune
-from flashckpt.checkpoint.writer import commit, prefix_of, write_packs
+from flashckpt.checkpoint.root_records import prefix_of
+from flashckpt.checkpoint.writer import commit, write_packs
 from flashckpt.core.intent import Intent
 from flashckpt.core.manifest import Manifest
 from flashckpt.daemon.persister import protocol as p

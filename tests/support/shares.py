@@ -1,18 +1,19 @@
-"""`pytest --share K/N`: of each test's parameters every Nth, from the Kth on; a test with fewer runs one of them.
+"""`pytest --share K/N`: of each file's tests and their cases every Nth, from the Kth on; a file with fewer runs one.
 
-No test is left out, only cases of one: CI walks through the large matrices commit by commit, a nightly run takes all.
+No file is left out, only cases: CI walks through the long suites commit by commit, a nightly run takes all.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+from typing import Any
 
 import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--share", type=share, metavar="K/N", help="of each test's parameters every Nth, from the Kth on")
+    parser.addoption("--share", type=share, metavar="K/N", help="of each file's cases every Nth, from the Kth on")
 
 
 def share(text: str) -> tuple[int, int]:
@@ -32,17 +33,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if wanted is None:
         return
     kept: set[pytest.Item] = set()
-    for _, cases in itertools.groupby(sorted(items, key=_function), key=_function):
-        kept |= set(chosen(list(cases), *wanted))
+    for _, of_file in itertools.groupby(items, key=lambda item: item.path):
+        cases: dict[object, list[pytest.Item]] = {}
+        for item in of_file:
+            cases.setdefault(_shared(item) or item, []).append(item)
+        kept.update(*chosen(list(cases.values()), *wanted))
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 
 
-def chosen(cases: list[pytest.Item], number: int, of: int) -> list[pytest.Item]:
+def _shared(item: pytest.Item) -> tuple[tuple[str, int], ...]:
+    """Return which setup of its module a test has: tests of one setup, which may take minutes, go together."""
+    callspec: Any = getattr(item, "callspec", None)
+    scopes = getattr(callspec, "_arg2scope", {})
+    return tuple((name, callspec.indices[name]) for name, scope in scopes.items() if scope.value != "function")
+
+
+def chosen(cases: list[list[pytest.Item]], number: int, of: int) -> list[list[pytest.Item]]:
     """Return every `of`th case from `number` on, and one where there are fewer."""
     step = min(of, len(cases))
     return cases[number % step :: step]
-
-
-def _function(item: pytest.Item) -> str:
-    return item.nodeid.partition("[")[0]

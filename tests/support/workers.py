@@ -27,18 +27,19 @@ from typing import Any
 
 import pytest
 
+from support import warm
+
 # Files that take longest, by `--durations`; a file missing here is only handed out later.
 LONGEST_FIRST = (
+    "test_restore_peers.py",
     "test_dlrun.py",
-    "test_dlrun_exit_codes.py",
-    "test_store_faults.py",
-    "test_bench_command.py",
-    "test_frameworks.py",
-    "test_daemon_s3.py",
-    "test_packaging.py",
-    "test_examples.py",
-    "test_benchmark_programs.py",
     "test_store.py",
+    "test_program_groups.py",
+    "test_frameworks.py",
+    "test_restore_replicas.py",
+    "test_store_faults.py",
+    "test_cli_output.py",
+    "test_dcp.py",
 )
 GRACE_S = 30.0  # for the tear-down of a worker that is interrupted
 _LENGTH = struct.Struct("!I")
@@ -238,6 +239,8 @@ def _work(session: pytest.Session, files: Iterator[list[pytest.Item]], target: i
             traceback.print_exc()
         session._setupstate.teardown_exact(None)
     finally:
+        with contextlib.suppress(OSError):  # it may have been killed
+            warm.stop()
         sys.stdout.flush(), sys.stderr.flush()
         os._exit(code)
 

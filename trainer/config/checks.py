@@ -23,7 +23,7 @@ CHOICES = {
     "train.precision": ("auto", "float32", "bfloat16", "float16"),
     "train.float8": ("off", "tensorwise", "rowwise"),
     "train.attention": ("sdpa", "flex"),
-    "train.device": ("auto", "cpu", "cuda"),
+    "train.device": ("auto", "cpu", "cuda", "xpu", "npu"),
     "parallel.cp_exchange": ("gather", "ring"),
     "optim.name": OPTIMIZERS,
     "optim.schedule": SCHEDULES,

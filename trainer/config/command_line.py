@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
-import argparse
-from typing import NoReturn
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import click
 
 from flashckpt.errors import ConfigError
 
 
-class CommandParser(argparse.ArgumentParser):
-    """A parser whose errors are those of flashckpt: one line, exit code 10."""
+@contextmanager
+def parsed(command: click.Command, words: Sequence[str]) -> Iterator[click.Context]:
+    """Yield the context of a command line; whatever is wrong with it is an error of flashckpt.
 
-    def error(self, message: str) -> NoReturn:
-        """Raise ConfigError."""
-        raise ConfigError(f"{self.prog}: {message}", expected=self.format_usage().strip(), remedy="see --help")
+    Raises:
+        ConfigError: An option is missing, unknown or wrong.
+        SystemExit: With 0, after --help.
+    """
+    try:
+        with command.make_context(command.name, list(words)) as context:
+            yield context
+    except click.exceptions.Exit as done:
+        raise SystemExit(done.exit_code) from None
+    except click.UsageError as error:
+        usage = (error.ctx.get_usage() if error.ctx else "").removeprefix("Usage: ")
+        problem = error.format_message().removesuffix(".")
+        raise ConfigError(f"{command.name}: {problem}", expected=usage, remedy="see --help") from None
+
+
+def run(command: click.Command, words: Sequence[str]) -> Any:
+    """Run a command and return what its function returns, 0 after --help; raises ConfigError as `parsed`."""
+    try:
+        with parsed(command, words) as context:
+            return command.invoke(context)
+    except SystemExit as done:
+        return done.code
 
 
 def take_flag(words: list[str], name: str) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 from flashckpt.errors import ConfigError
+from flashckpt.trainer.config.model import ModelConfig
+from flashckpt.trainer.config.weights import parameter_names
 
 OPTIMIZERS = ("adamw", "muon", "adafactor", "sgd")
 SCHEDULES = ("constant", "cosine", "linear", "1-sqrt", "wsd")
@@ -89,23 +91,6 @@ def rule_of(groups: tuple[GroupConfig, ...], name: str) -> int:
     return next((number for number, group in enumerate(groups) if fnmatchcase(name, group.match)), -1)
 
 
-def parameter_names(model: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of all parameters of a model, from the values of `[model]`."""
-    yield from ("tok_embeddings.weight", "norm.weight", "output.weight")
-    linear = [f"attention.{one}" for one in ("wq", "wk", "wv", "wo")]
-    own = [f"{one}.weight" for one in ("attention_norm", "ffn_norm", *linear)]
-    own += [f"{one}.bias" for one in linear[:3]] if model["qkv_bias"] else []
-    own += ["attention.q_norm.weight", "attention.k_norm.weight"] if model["qk_norm"] else []
-    three = ("w1", "w2", "w3")
-    if model["experts"]:
-        own += ["feed_forward.router.weight", *(f"feed_forward.experts.{one}" for one in three)]
-        shared = [*(f"feed_forward.shared.{one}.weight" for one in three), "feed_forward.shared_gate.weight"]
-        own += shared if model["shared_ffn"] else []
-    else:
-        own += [f"feed_forward.{one}.weight" for one in three]
-    yield from (f"layers.{layer}.{name}" for layer in range(model["layers"]) for name in own)
-
-
 _NEEDS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("beta1", "beta2", "eps"), ("adamw", "muon")),
     (("momentum", "nesterov"), ("muon", "sgd")),
@@ -135,7 +120,7 @@ def check_optim(values: Mapping[str, Mapping[str, Any]], defaults: Mapping[str, 
     if optim["name"] == "sgd" and optim["nesterov"] and not optim["momentum"]:
         raise _no_effect("optim.nesterov", optim["nesterov"], "optim.momentum above 0, or optim.nesterov = false")
     is_elsewhere = bool(values["init"]["from"]) and values["model"] == defaults["model"]  # the model is read from there
-    _check_groups(optim["groups"], None if is_elsewhere else list(parameter_names(values["model"])))
+    _check_groups(optim["groups"], None if is_elsewhere else list(parameter_names(ModelConfig(**values["model"]))))
     _check_ema(values, defaults)
 
 

@@ -98,8 +98,8 @@ class _HostCopies:
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return host.copy_(tensor, non_blocking=tensor.is_cuda)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=not tensor.is_cpu)
+    return host.copy_(tensor, non_blocking=not tensor.is_cpu)
 
 
 def _local(tensor: Tensor) -> Tensor:

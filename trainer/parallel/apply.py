@@ -268,7 +268,7 @@ def _build_part(
     if needs_fsdp(config, layout):
         _fully_shard(part, mesh, config, layout)
     choose_products(part, device, half_type(config) or torch.float32)
-    materialise(part, torch.device("cpu") if is_offloaded(config) and device.type == "cuda" else device)
+    materialise(part, torch.device("cpu") if is_offloaded(config) and device.type != "meta" else device)
     return part
 
 
@@ -297,7 +297,7 @@ def _fully_shard(part: Transformer, mesh: DeviceMesh, config: RunConfig, layout:
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
     options: dict[str, Any] = {"mp_policy": policy}
     if is_offloaded(config):
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     # with pipelines, gathering again for every micro-batch costs more than it frees
     reshard = layout.pp == 1 and config.parallel.zero in (-1, 3)
     if layout.edp > 1:

@@ -20,7 +20,7 @@ from flashckpt.environment import env
 from flashckpt.errors import ConfigError, RootError, StoreError
 from flashckpt.nonfatal import Nonfatal, write_all
 from flashckpt.report import RestoreReport
-from flashckpt.shm.roots import root_url
+from flashckpt.shm.job_id import root_url
 from flashckpt.storage.factory import open_in_rank
 from flashckpt.trainer.config import RunConfig
 
@@ -113,18 +113,20 @@ def _refuse_on_cpu(config: RunConfig) -> None:
 def process_group(config: RunConfig, *, alone: bool = False) -> Iterator[torch.device]:
     """Join the process group (or make one of a single rank) and yield this rank's device."""
     wanted = config.train.device
-    if wanted == "cuda" and not torch.cuda.is_available():
+    found = torch.accelerator.current_accelerator(check_available=True)
+    kind = "cpu" if found is None else found.type
+    if wanted not in ("auto", "cpu", kind):
         raise ConfigError(
-            'train.device = "cuda", but no CUDA device is available',
-            found="torch sees no CUDA device",
+            f'train.device = "{wanted}", but no {wanted.upper()} device is available',
+            found="torch sees no accelerator" if found is None else f"torch sees devices of type {kind}",
             expected="a device, and a torch that was built for it",
             state="Nothing was started.",
             remedy='set train.device = "auto" or "cpu"',
         )
-    device = torch.device("cuda" if wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available()) else "cpu")
-    if device.type == "cuda":
-        device = torch.device("cuda", env.LOCAL_RANK % torch.cuda.device_count())
-        torch.cuda.set_device(device)
+    device = torch.device("cpu")
+    if kind != "cpu" and wanted != "cpu":
+        device = torch.device(kind, env.LOCAL_RANK % torch.accelerator.device_count())
+        torch.accelerator.set_device_index(device.index)
     else:
         _refuse_on_cpu(config)
         torch.set_num_threads(1)
@@ -135,7 +137,7 @@ def process_group(config: RunConfig, *, alone: bool = False) -> Iterator[torch.d
         yield device
         return
     timeout = timedelta(seconds=config.parallel.timeout_s)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = dist.get_default_backend_for_device(device)
     if env.is_set("RANK") and not alone:
         dist.init_process_group(backend, timeout=timeout)
     else:
@@ -148,4 +150,5 @@ def process_group(config: RunConfig, *, alone: bool = False) -> Iterator[torch.d
 
 def device_name(device: torch.device) -> str:
     """Return the name that the driver gives a device, "" for a processor."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    name = getattr(torch.get_device_module(device), "get_device_name", None)
+    return "" if device.type == "cpu" or name is None else str(name(device))

@@ -54,6 +54,7 @@ def _refuse_without_products(config: RunConfig, device: torch.device) -> None:
         return
     if device.type != "cuda":
         raise needs_device(f"a device of type {device.type}")
-    found = torch.cuda.get_device_capability(device)
+    api = torch.get_device_module(device)
+    found = api.get_device_capability(device)
     if found < (ROCM_CAPABILITY if torch.version.hip else CAPABILITY):
-        raise needs_device(f"{torch.cuda.get_device_name(device)} of compute capability {found[0]}.{found[1]}")
+        raise needs_device(f"{api.get_device_name(device)} of compute capability {found[0]}.{found[1]}")

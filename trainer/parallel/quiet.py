@@ -14,7 +14,11 @@ from flashckpt.trainer.parallel.apply import Parallel
 def quiet(parallel: Parallel) -> Iterator[None]:
     """Run without dropout; leave the random state and the parameters as they are."""
     device = parallel.device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    if device.type in ("cpu", "meta"):
+        random_state = torch.random.fork_rng(devices=[])
+    else:
+        random_state = torch.random.fork_rng(devices=[device], device_type=device.type)
+    with random_state:
         for part in parallel.parts:
             part.eval()
         try:

@@ -179,7 +179,7 @@ def with_precision(config: RunConfig, device: str) -> RunConfig:
     """Return the run with the precision that "auto" is on a type of device."""
     if config.train.precision != "auto":
         return config
-    return replace(config, train=replace(config.train, precision="bfloat16" if device == "cuda" else "float32"))
+    return replace(config, train=replace(config.train, precision="float32" if device == "cpu" else "bfloat16"))
 
 
 def host_memory_switches(parallel: ParallelConfig) -> str:

@@ -176,6 +176,9 @@ class Trainer:
             self.hooks.trained(self.done)
             with self.timer.beside("log"):
                 self.hooks.finished(record)
+                if self.ckpt is not None and self.parallel.reporter:
+                    self.ckpt.log("loss", record.loss)
+                    self.ckpt.log("seconds per step", record.seconds)
             if line := self.clock.finish(began):
                 self.hooks.started(record.step, line)
             if self.ckpt is not None and self.ckpt.should_stop:

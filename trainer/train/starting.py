@@ -31,7 +31,7 @@ def training_data(config: RunConfig, seed: int, parallel: Parallel, layout: Layo
         rows=resolve_layout(config, layout.world).local_batch,
         seed=seed,
         ahead=config.data.read_ahead,
-        pin=parallel.device.type == "cuda",
+        pin=parallel.device.type != "cpu",
     )
 
 

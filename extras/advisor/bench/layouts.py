@@ -8,13 +8,15 @@ TP-local box along dimension 0, pipeline stages hold consecutive layers. Ranks c
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 from flashckpt.core.shard import Shard
 from flashckpt.errors import LayoutError
+from flashckpt.trainer.config.model import ModelConfig
+from flashckpt.trainer.config.weights import Weight, weights
 
 BYTES_PER_PARAMETER = 14
 WEIGHT = ("model.{}", "bfloat16")
@@ -23,19 +25,6 @@ OPTIMIZER = (
     ("optimizer.{}.exp_avg", "float32"),
     ("optimizer.{}.exp_avg_sq", "float32"),
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tensor:
-    """One weight: name, global shape, the dimension TP cuts (None: every TP rank holds it), and its layer.
-
-    `layer` is -1 for what the first pipeline stage holds and `layers` for what the last one holds.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    tp_dim: int | None
-    layer: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,29 +38,16 @@ class Model:
     kv: int
     vocab: int
 
-    def tensors(self) -> Iterator[Tensor]:
-        """Yield every weight; `kv` is the width of the key and of the value projection."""
-        yield Tensor(name="tok_embeddings.weight", shape=(self.vocab, self.hidden), tp_dim=0, layer=-1)
-        for layer in range(self.layers):
-            for name, shape, tp_dim in (
-                ("attention.wq.weight", (self.hidden, self.hidden), 0),
-                ("attention.wk.weight", (self.kv, self.hidden), 0),
-                ("attention.wv.weight", (self.kv, self.hidden), 0),
-                ("attention.wo.weight", (self.hidden, self.hidden), 1),
-                ("feed_forward.w1.weight", (self.ffn, self.hidden), 0),
-                ("feed_forward.w2.weight", (self.hidden, self.ffn), 1),
-                ("feed_forward.w3.weight", (self.ffn, self.hidden), 0),
-                ("attention_norm.weight", (self.hidden,), None),
-                ("ffn_norm.weight", (self.hidden,), None),
-            ):
-                yield Tensor(name=f"layers.{layer}.{name}", shape=shape, tp_dim=tp_dim, layer=layer)
-        yield Tensor(name="norm.weight", shape=(self.hidden,), tp_dim=None, layer=self.layers)
-        yield Tensor(name="output.weight", shape=(self.vocab, self.hidden), tp_dim=0, layer=self.layers)
+    def weights(self, place: int) -> tuple[Weight, ...]:
+        """Return those of a place (`flashckpt.trainer.config.weights`); `kv`: width of keys and of values."""
+        kinds = ModelConfig(vocab=self.vocab, dim=self.hidden, heads=self.hidden, kv_heads=self.kv, ffn=self.ffn)
+        return weights(kinds, place)
 
     @property
     def parameters(self) -> int:
-        """Number of parameters, counted over `tensors`."""
-        return sum(math.prod(tensor.shape) for tensor in self.tensors())
+        """Number of parameters."""
+        repeats = {-1: 1, 0: self.layers, 1: 1}
+        return sum(n * math.prod(weight.shape) for place, n in repeats.items() for weight in self.weights(place))
 
 
 MODELS = {
@@ -150,7 +126,6 @@ class Published:
 
     layout: str
     stated: str
-    stated_bytes: int
     why: str
 
 
@@ -158,25 +133,21 @@ PUBLISHED = (
     Published(
         layout="llama3-8b",
         stated="105 GB",
-        stated_bytes=105 * 10**9,
         why="the stated figure is our bytes in GiB: 8.03e9 parameters x 14 bytes",
     ),
     Published(
         layout="llama3-70b",
         stated="912 GB",
-        stated_bytes=912 * 10**9,
         why="GiB as well, and keys and values half as wide there (128 heads instead of 64): 69.88e9 x 14 = 911 GiB",
     ),
     Published(
         layout="llama3-405b",
         stated="5.29 TB",
-        stated_bytes=5290 * 10**9,
         why="thousands of GiB: 405.85e9 x 14 = 5,292 GiB",
     ),
     Published(
         layout="llama-1t",
         stated="18 TB",
-        stated_bytes=18 * 10**12,
         why="an earlier form of that model had as many heads of keys and values as of queries: 1.326e12 x 14 = 18.6 TB",
     ),
 )
@@ -214,53 +185,56 @@ def rank_shards(layout: ModelLayout, rank: int, present: Collection[int] | None 
 def _held(layout: ModelLayout, rank: int, present: Collection[int] | None) -> list[tuple[Shard, tuple[int, ...]]]:
     """Return the shards that a rank holds, each with the ranks that hold the same box."""
     where = layout.coordinates(rank)
-    layers = stage_layers(layout.model.layers, layout.pp, where["pp"])
-    mine = set(layers) | ({-1} if where["pp"] == 0 else set())
-    mine |= {layout.model.layers} if where["pp"] == layout.pp - 1 else set()
+    held = _stage_weights(layout, where["pp"])
     shards = []
     for kind, zero in ((WEIGHT, 3), *((kind, 1) for kind in OPTIMIZER)):
-        for index, tensor in enumerate(tensor for tensor in _tensors(layout.model) if tensor.layer in mine):
+        for index, weight in enumerate(held):
             shards.append(
-                _shard(layout, where, tensor, kind, over_dp=layout.zero >= zero, index=index, present=present)
+                _shard(layout, where, weight, kind, over_dp=layout.zero >= zero, index=index, present=present)
             )
     return [(shard, holders) for shard, holders in shards if shard.nbytes]
 
 
 @cache
-def _tensors(model: Model) -> tuple[Tensor, ...]:
-    return tuple(model.tensors())
+def _stage_weights(layout: ModelLayout, stage: int) -> list[Weight]:
+    """Return the weights of a pipeline stage, by their names in the whole model."""
+    model = layout.model
+    held = [] if stage else list(model.weights(-1))
+    for layer in stage_layers(model.layers, layout.pp, stage):
+        held += [replace(weight, name=f"layers.{layer}.{weight.name}") for weight in model.weights(0)]
+    return held + (list(model.weights(1)) if stage == layout.pp - 1 else [])
 
 
 def _shard(
     layout: ModelLayout,
     where: dict[str, int],
-    tensor: Tensor,
+    weight: Weight,
     kind: tuple[str, str],
     *,
     over_dp: bool,
     index: int,
     present: Collection[int] | None,
 ) -> tuple[Shard, tuple[int, ...]]:
-    """Return the box of one tensor on one rank, and the ranks that hold it."""
-    offsets, lengths = [0] * len(tensor.shape), list(tensor.shape)
-    if tensor.tp_dim is not None:
-        offsets[tensor.tp_dim], lengths[tensor.tp_dim] = cut(tensor.shape[tensor.tp_dim], layout.tp, where["tp"])
+    """Return the box of one weight on one rank, and the ranks that hold it."""
+    offsets, lengths = [0] * len(weight.shape), list(weight.shape)
+    if weight.cut is not None:
+        offsets[weight.cut], lengths[weight.cut] = cut(weight.shape[weight.cut], layout.tp, where["tp"])
     if over_dp:
         start, length = cut(lengths[0], layout.dp, where["dp"])
         offsets[0], lengths[0] = offsets[0] + start, length
     holders = [
         _rank_of(layout, where["pp"], dp, tp)
         for dp in ([where["dp"]] if over_dp else range(layout.dp))
-        for tp in (range(layout.tp) if tensor.tp_dim is None else [where["tp"]])
+        for tp in (range(layout.tp) if weight.cut is None else [where["tp"]])
         if present is None or _rank_of(layout, where["pp"], dp, tp) in present
     ]
     # Tensors are dealt out whole to their replicas in turn: layers repeat, so the bytes come out even.
     owner = index % len(holders)
     replica = (holders.index(_rank_of(layout, where["pp"], where["dp"], where["tp"])) - owner) % len(holders)
     shard = Shard(
-        fqn=kind[0].format(tensor.name),
+        fqn=kind[0].format(weight.name),
         dtype=kind[1],
-        global_shape=tensor.shape,
+        global_shape=weight.shape,
         offsets=tuple(offsets),
         lengths=tuple(lengths),
         replica=replica,

@@ -16,7 +16,8 @@ from flashckpt.bench.host import drop_caches, evict, peak_memory
 from flashckpt.bench.measure import cpu_seconds
 from flashckpt.bench.timed_store import timed
 from flashckpt.bench.worker import Command, serve
-from flashckpt.checkpoint.writer import PersistOptions, commit, persist_slot, prefix_of
+from flashckpt.checkpoint.root_records import prefix_of
+from flashckpt.checkpoint.writer import PersistOptions, commit, persist_slot
 from flashckpt.errors import NoCheckpointError
 from flashckpt.shm.inventory import pin_all, release, scan
 from flashckpt.shm.job_directory import JobDirectory

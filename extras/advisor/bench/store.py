@@ -6,10 +6,11 @@ floor (plain buffered writes of a file) does not.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,14 +21,13 @@ import numpy as np
 
 from flashckpt.bench.held_slot import GENERATION, FakePinnedSlot
 from flashckpt.bench.host import drop_caches, evict, peak_memory
-from flashckpt.bench.measure import cpu_seconds, interleave
+from flashckpt.bench.measure import cpu_seconds, interleave, median, summarise
 from flashckpt.bench.probe import capabilities, fsync_verdict
 from flashckpt.bench.scratch import Scratch
-from flashckpt.bench.store_log import listening
-from flashckpt.bench.store_results import StoreMeasurement, results
 from flashckpt.bench.timed_store import timed
 from flashckpt.checkpoint.catalog import read_manifest
-from flashckpt.checkpoint.writer import PersistOptions, commit, persist_slot, prefix_of
+from flashckpt.checkpoint.root_records import prefix_of
+from flashckpt.checkpoint.writer import PersistOptions, commit, persist_slot
 from flashckpt.errors import DamagedError, FlashckptError
 from flashckpt.restore.executor import Target, execute_reads
 from flashckpt.restore.sources import StorageSource
@@ -36,6 +36,100 @@ from flashckpt.storage.store import PART_BYTES, PARTS_IN_FLIGHT
 Progress = Callable[[str, int, int | None], None]
 """Called with the current phase, the bytes so far, and the total."""
 SMALL_BYTES = 4096
+
+
+class RetryCounter(logging.Handler):
+    """Warnings of the stores, and how often they tried again."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.warnings: list[str] = []
+        self.retries = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep what matters of one record."""
+        if record.levelno >= logging.WARNING:
+            self.warnings.append(record.getMessage())
+        elif "attempt" in str(record.msg):
+            self.retries += 1
+
+
+@contextmanager
+def listening() -> Iterator[RetryCounter]:
+    """Listen to what the stores log meanwhile."""
+    said, logger = RetryCounter(), logging.getLogger("flashckpt")
+    level = logger.level
+    logger.addHandler(said)
+    logger.setLevel(logging.DEBUG)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(said)
+        logger.setLevel(level)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreMeasurement:
+    """What a run brought.
+
+    Attributes:
+        object_bytes: Bytes of one object.
+        seconds: Values by name, one per round (small publishes: one each).
+        parts: Seconds of each part written and read.
+        cold: How caches were emptied before reads, and the largest share that was still cached.
+        capabilities: What the place can do, see `probe.capabilities`.
+        backend: Class of the store.
+        warnings: What the stores said; retries: how often they tried again.
+    """
+
+    object_bytes: int
+    seconds: Mapping[str, Sequence[float]]
+    parts: Mapping[str, Sequence[float]]
+    cold: Mapping[str, Any]
+    capabilities: Mapping[str, Any]
+    backend: str
+    warnings: Sequence[str]
+    retries: int
+
+
+def results(run: StoreMeasurement) -> dict[str, Any]:
+    """Return the document of a run."""
+    seconds, size = run.seconds, run.object_bytes
+    rates = {
+        name: summarise([size / value for value in seconds[key]])
+        for name, key in (
+            ("floor write", "floor_write_s"),
+            ("raw write", "raw_write_s"),
+            ("flashckpt durable", "durable_s"),
+            ("floor read", "floor_read_s"),
+            ("raw read", "raw_read_s"),
+            ("flashckpt restore", "restored_s"),
+        )
+        if key in seconds
+    }
+    return {
+        "object_bytes": size,
+        "bytes_per_s": rates,
+        "summary_s": {name: summarise(values) for name, values in seconds.items() if name.endswith("_s")},
+        "publishes_per_s": 1 / median(seconds["publish_s"]),
+        "parts_ms": {
+            name: summarise([1e3 * value for value in values]) for name, values in run.parts.items() if values
+        },
+        "parts_s": run.parts,
+        "write_cpu_s_per_gb": summarise([1e9 * value / size for value in seconds["write_cpu_s"]]),
+        "read_cpu_s_per_gb": summarise([1e9 * value / size for value in seconds["read_cpu_s"]]),
+        "peak_extra_bytes": max(seconds["peak_extra_bytes"]),
+        "cold": dict(run.cold),
+        "capabilities": dict(run.capabilities),
+        "backend": run.backend,
+        "warnings": list(run.warnings),
+        # obstore tries again inside its own library and does not say how often
+        "retries": None if run.backend == "ObstoreStore" else run.retries,
+        "rates": {
+            "write_bytes_per_s": size / median(seconds["durable_s"]),
+            "read_bytes_per_s": size / median(seconds["restored_s"]),
+        },
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

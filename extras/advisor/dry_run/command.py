@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+from flashckpt.core.shard import Shard
+from flashckpt.core.superblock import SegmentSpec
 from flashckpt.errors import DataError
 from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.config.changes import recorded_values
 from flashckpt.trainer.dry_run.kinds import RankKind, kinds_by_rank, rank_kinds
 from flashckpt.trainer.dry_run.options import DryRunOptions
 from flashckpt.trainer.dry_run.report import VERSION, as_text, refuse_misfits
@@ -17,10 +21,11 @@ from flashckpt.trainer.model.flops import count_parameters
 from flashckpt.trainer.parallel.layout import Layout, resolve_layout
 from flashckpt.trainer.parallel.switches import with_precision
 from flashckpt.trainer.plan.activations import estimate
-from flashckpt.trainer.plan.held import SLOTS
+from flashckpt.trainer.plan.held import SLOTS, snapshot_tensors, stored_bytes
+from flashckpt.trainer.plan.held import held as state_of
 
-if TYPE_CHECKING:
-    from flashckpt.trainer.dry_run.held import RankHoldings
+_VALUE_BYTES = 34_000
+"""Text of the other values of a snapshot: 32 kB of random states, settings of the optimizer, the data position."""
 
 
 def dry_run(config: RunConfig, options: DryRunOptions) -> int:
@@ -41,12 +46,8 @@ def describe(config: RunConfig, options: DryRunOptions) -> dict[str, Any]:
     config = with_precision(config, "cpu" if config.train.device == "cpu" else "cuda")
     layout = resolve_layout(config, options.world)  # refused before torch is imported
     data = _data(config)
-    from flashckpt.trainer.dry_run.child import held_in_child
-
-    built = [(kind, held_in_child(config, layout, kind.example(layout))) for kind in rank_kinds(config, layout)]
-    shared = {kind.pp_ranks: held.shared for kind, held in built}
-    total = sum(len(ranks) * nbytes for ranks, nbytes in shared.items())
-    total += sum(kind.count(layout) * held.own for kind, held in built)
+    kinds = rank_kinds(config, layout)
+    slots = [slot_of(config, layout, kind) for kind in kinds]
     return {
         "version": VERSION,
         "world": options.world,
@@ -61,14 +62,14 @@ def describe(config: RunConfig, options: DryRunOptions) -> dict[str, Any]:
             "active_parameters": count_parameters(config.model, active=True),
         },
         "step": {"tokens": config.train.global_batch * config.train.seq_len},
-        "checkpoint": {"bytes": total},
+        "checkpoint": {"bytes": stored_bytes(config, layout)},
         "snapshots": {
             "slots": SLOTS if config.checkpoint.root else 0,
             "ranks_per_node": options.ranks_per_node,
-            "node_bytes": _node_bytes([kind for kind, _ in built], [held for _, held in built], layout, options),
+            "node_bytes": _node_bytes(config, kinds, slots, layout, options),
         },
         "data": data,
-        "ranks": [_row(config, layout, kind, held) for kind, held in _merged(built)],
+        "ranks": [_row(config, layout, kind, slot) for kind, slot in zip(kinds, slots, strict=True)],
     }  # fmt: skip
 
 
@@ -84,30 +85,41 @@ def _data(config: RunConfig) -> str:
     return "prepared"
 
 
-def _merged(built: Sequence[tuple[RankKind, RankHoldings]]) -> list[tuple[RankKind, RankHoldings]]:
-    """Return the kinds, those of one pipeline rank that turned out to be equal as one."""
-    groups: dict[tuple[tuple[int, ...], RankHoldings], list[tuple[RankKind, RankHoldings]]] = {}
-    for kind, held in built:  # the room for manifests differs with random states
-        groups.setdefault((kind.pp_ranks, replace(held, slot=0, snapshots=0)), []).append((kind, held))
-    found = []
-    for (ranks, _), alike in groups.items():
-        shards = sorted(shard for kind, _ in alike for shard in kind.shards)
-        largest = max((held for _, held in alike), key=lambda held: held.slot)
-        found.append((RankKind(pp_ranks=ranks, shards=tuple(shards)), largest))
-    return found
+def slot_of(config: RunConfig, layout: Layout, kind: RankKind) -> SegmentSpec:
+    """Return the memory for snapshots of a rank; of those of a kind, the one whose tensors have the longest names."""
+    from flashckpt.state.state_layout import need_of  # imports torch
+
+    tensors = list(snapshot_tensors(config, layout, kind.pp_ranks[-1], kind.shards[0]))
+    values = _VALUE_BYTES + len(repr(recorded_values(config))) + len(str(Path.cwd()))
+    values += sum(len(name) for name, *_ in tensors if name.startswith(("model.", "group")))  # in groups of optimizers
+    shards = [
+        Shard(fqn=name, dtype="float32", global_shape=whole, offsets=(0,) * len(part), lengths=part)
+        for name, whole, part in tensors
+        if math.prod(part)
+    ]
+    need = need_of(shards, values)
+    return SegmentSpec(
+        job="", root_digest=0, rank=0, slots=SLOTS, layout_hash=need.layout,
+        manifest_capacity=need.manifest_bytes, data_capacity=need.data_bytes,
+    )  # fmt: skip
 
 
-def _node_bytes(kinds: Sequence[RankKind], held: Sequence[RankHoldings], layout: Layout, options: DryRunOptions) -> int:
+def _node_bytes(
+    config: RunConfig, kinds: Sequence[RankKind], slots: Sequence[SegmentSpec], layout: Layout, options: DryRunOptions
+) -> int:
     """Return the memory that snapshots take on the node that needs most of it."""
+    if not config.checkpoint.root:
+        return 0
     of_rank, per_node = kinds_by_rank(kinds, layout), options.ranks_per_node
     nodes = [of_rank[first : first + per_node] for first in range(0, len(of_rank), per_node)]
-    return max(sum(held[kind].snapshots for kind in node) for node in nodes)
+    return max(sum(slots[kind].nbytes for kind in node) for node in nodes)
 
 
-def _row(config: RunConfig, layout: Layout, kind: RankKind, held: RankHoldings) -> dict[str, Any]:
+def _row(config: RunConfig, layout: Layout, kind: RankKind, slot: SegmentSpec) -> dict[str, Any]:
     first = kind.pp_ranks[0]  # has the most in flight
+    held = state_of(config, layout, first, kind.shards[0])
     guess = estimate(config, layout, first, block=held.block, rest=held.rest, whole=held.whole)
-    state = held.parameters + held.gradients + held.optimizer
+    state = held.state + held.gradients
     on_host = state if config.parallel.offload == "state" else 0
     return {
         "count": kind.count(layout),
@@ -118,9 +130,9 @@ def _row(config: RunConfig, layout: Layout, kind: RankKind, held: RankHoldings) 
         "parameter_bytes": held.parameters,
         "gradient_bytes": held.gradients,
         "optimizer_bytes": held.optimizer,
-        "slot_data_bytes": held.slot_data,
-        "slot_bytes": held.slot,
-        "snapshot_bytes": held.snapshots,
+        "slot_data_bytes": slot.data_capacity,
+        "slot_bytes": slot.slot_bytes,
+        "snapshot_bytes": slot.nbytes if config.checkpoint.root else 0,
         "state_on_host_bytes": on_host,
         "estimate": {
             "gathered_bytes": guess.gathered,

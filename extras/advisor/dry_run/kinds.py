@@ -1,4 +1,4 @@
-"""Which ranks of a layout hold differently large parts: one of each kind is built. Pure and torch-free.
+"""Which ranks of a layout hold differently large parts. Pure and torch-free.
 
 Pipeline ranks differ by their stages. Within one, tensor-parallel ranks and replicas hold parts of one size (what does
 not divide was refused), and the ranks that share a tensor of n rows hold ceil(n / ranks) rows each, until none are left.
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.parallel.layout import Layout
+from flashckpt.trainer.plan.held import local_lengths
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,11 +36,10 @@ class RankKind:
 
 
 def rank_kinds(config: RunConfig, layout: Layout) -> list[RankKind]:
-    """Return the kinds of ranks of a layout, in order of their first rank; some may turn out to be equal."""
+    """Return the kinds of ranks of a layout, in order of their first rank."""
     found = []
     for pp_ranks in _alike([_stages(layout, rank) for rank in range(layout.pp)]):
-        rows = _rows(config, layout, pp_ranks[0])
-        shards = [tuple(_part(n, layout.dp_shard, index) for n in rows) for index in range(layout.dp_shard)]
+        shards = [local_lengths(config, layout, pp_ranks[0], index) for index in range(layout.dp_shard)]
         found += [RankKind(pp_ranks=pp_ranks, shards=alike) for alike in _alike(shards)]
     return found
 
@@ -70,19 +70,3 @@ def _alike(values: Sequence[tuple[object, ...]]) -> list[tuple[int, ...]]:
 def _stages(layout: Layout, pp_rank: int) -> tuple[object, ...]:
     last = layout.stages - 1
     return tuple((stage == 0, stage == last, len(layout.stage_layers[stage])) for stage in layout.stages_of(pp_rank))
-
-
-def _rows(config: RunConfig, layout: Layout, pp_rank: int) -> list[int]:
-    """Return the lengths that first dimensions of parameters may have on a rank of tensor parallelism; more does no harm."""
-    model, stages = config.model, layout.stages_of(pp_rank)
-    rows = {model.dim, model.heads * model.head_size, model.kv_heads * model.head_size, model.ffn}
-    rows |= {model.head_size} if model.qk_norm else set()
-    rows |= {model.experts} if model.experts else set()
-    rows |= {model.shared_ffn, 1} if model.shared_ffn else set()
-    rows |= {model.vocab} if {0, layout.stages - 1} & set(stages) else set()
-    return sorted(rows | {n // layout.tp for n in rows if n % layout.tp == 0})
-
-
-def _part(rows: int, ranks: int, index: int) -> int:
-    most = -(-rows // ranks)
-    return min(max(rows - index * most, 0), most)

@@ -28,7 +28,7 @@ class Estimate:
 def estimate(
     config: RunConfig, layout: Layout, pp_rank: int, *, block: int, rest: int, whole: int, is_plain: bool = False
 ) -> Estimate:
-    """Return the estimate for a pipeline rank whose all-gathers bring together so many elements (see `RankHoldings`).
+    """Return the estimate for a pipeline rank whose all-gathers bring together so many elements (see `StateBytes`).
 
     `is_plain`: on a processor in float32 without tensor parallelism, where the model's own operators keep less.
     """

@@ -1,38 +1,33 @@
 """What a rank holds, tensor by tensor: parameters, gradients, optimizer state, and what is gathered of them. Pure.
 
-The dry run builds ranks and counts the same; a test compares the two for every shipped configuration.
+`plan` and the dry run print it; tests compare it with ranks that are built, for every shipped configuration.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import TypeAlias
 
 from flashckpt.errors import LayoutError
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.config.model import ModelConfig
 from flashckpt.trainer.config.optim import OptimConfig
+from flashckpt.trainer.config.weights import Weight, weights
+from flashckpt.trainer.parallel.groups import group_label
 from flashckpt.trainer.parallel.layout import Layout, expert_dimension, needs_fsdp
 from flashckpt.trainer.plan.activations import MASTER
 
+Shape: TypeAlias = tuple[int, ...]
 SLOTS = 3
 """Snapshots that are kept in memory, where they fit (else 2)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """One parameter. `cut`: the dimension that tensor parallelism cuts, None where every rank holds it whole."""
-
-    shape: tuple[int, ...]
-    cut: int | None = None
-    is_expert: bool = False
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateBytes:
-    """What a rank holds, in bytes; `block`, `rest`, `whole` in elements that FSDP gathers, as in `RankHoldings`.
+    """What a rank holds, in bytes; `block`, `rest`, `whole` in elements that FSDP gathers: of the largest block, outside of blocks, of all.
 
     `experts` are those of `whole` that are gathered over the ranks with the same experts alone.
     """
@@ -88,8 +83,7 @@ def zero_bytes(parameters: float, ranks: int, stage: int, *, optimizer: float = 
 
 def held(config: RunConfig, layout: Layout, pp_rank: int, shard: int = 0) -> StateBytes:
     """Return what a rank holds at its coordinates along "pp" and "dp_shard"; along the others all hold as much."""
-    is_cut = config.parallel.data_parallel != "ddp" and needs_fsdp(config, layout)
-    cut = _Cut(layout.tp, layout.dp_shard, layout.ep, shard, is_cut)
+    cut = _cut_of(config, layout, shard)
     layers, rule = config.model.layers, _rule(config.optim)
     units = [(n, _unit(config.model, -1 if n < 0 else int(n == layers), cut, rule)) for n in _units(layout, pp_rank)]
     elements = sum(unit.elements for _, unit in units)
@@ -107,20 +101,54 @@ def held(config: RunConfig, layout: Layout, pp_rank: int, shard: int = 0) -> Sta
     )
 
 
+def local_lengths(config: RunConfig, layout: Layout, pp_rank: int, shard: int) -> tuple[tuple[int, ...], ...]:
+    """Return the lengths of a rank's parts: ranks with the same ones hold as much."""
+    cut, layers = _cut_of(config, layout, shard), config.model.layers
+    places = dict.fromkeys(-1 if n < 0 else int(n == layers) for n in _units(layout, pp_rank))
+    return tuple(_local(weight, cut) for place in places for weight in weights(config.model, place))
+
+
+def snapshot_tensors(config: RunConfig, layout: Layout, pp_rank: int, shard: int) -> Iterator[tuple[str, Shape, Shape]]:
+    """Yield name, whole shape and shape on a rank of the tensors of a snapshot, all of float32."""
+    model, rule, cut = config.model, _rule(config.optim), _cut_of(config, layout, shard)
+    labels, of_group = _labels(config, layout), f"{group_label(0)}." if layout.groups > 1 else ""
+    for number in _units(layout, pp_rank):
+        place = -1 if number < 0 else int(number == model.layers)
+        where = "" if place else f"layers.{number}."
+        for weight in weights(model, place):
+            yield from ((f"{label}.{where}{weight.name}", weight.shape, _local(weight, cut)) for label in labels)
+            for kind, part in _state(weight, cut, _rule_of(rule, weight, place)).items():
+                whole = weight.shape if part == _local(weight, cut) else part
+                yield f"optimizer.{of_group}{where}{weight.name}.{kind}", whole, part
+        if place == 0 and model.router_bias_rate:
+            yield f"model.{where}feed_forward.router_bias", (model.experts,), (model.experts,)
+
+
+def _labels(config: RunConfig, layout: Layout) -> list[str]:
+    """Return the names under which a run tracks weights: those that it trains, and copies of them."""
+    if layout.groups > 1:
+        return [group_label(0), "model", *(["outer"] if config.parallel.outer_momentum else [])]
+    return ["model", *(["ema"] if config.ema.decay else [])]
+
+
 def stored_bytes(config: RunConfig, layout: Layout) -> int:
     """Return the bytes of a checkpoint: weights, optimizer state and averages, what ranks hold alike once, groups that train apart each."""
     whole, layers, rule = _Cut(tp=1, dp_shard=1, ep=1, shard=0, is_cut=False), config.model.layers, _rule(config.optim)
     units = [_unit(config.model, place, whole, rule) for place in (-1, *[0] * layers, 1)]
     weights_bytes = MASTER * sum(unit.elements for unit in units)
-    trained = weights_bytes + sum(unit.state for unit in units)
+    biases = MASTER * layers * config.model.experts if config.model.router_bias_rate else 0
+    trained = weights_bytes + biases + sum(unit.state for unit in units)
     return layout.groups * trained + weights_bytes * _copies(config, layout)
 
 
 def _copies(config: RunConfig, layout: Layout) -> int:
     """Return how many more sets of the weights are held: their average, the synchronised ones, the outer momentum."""
-    if layout.groups > 1:
-        return 2 if config.parallel.outer_momentum else 1
-    return 1 if config.ema.decay else 0
+    return len(_labels(config, layout)) - 1
+
+
+def _cut_of(config: RunConfig, layout: Layout, shard: int) -> _Cut:
+    is_cut = config.parallel.data_parallel != "ddp" and needs_fsdp(config, layout)
+    return _Cut(layout.tp, layout.dp_shard, layout.ep, shard, is_cut)
 
 
 def _units(layout: Layout, pp_rank: int) -> Iterator[int]:
@@ -162,7 +190,10 @@ def _unit(model: ModelConfig, place: int, cut: _Cut, rule: str) -> _Unit:
     experts = experts if cut.dp_shard > cut.ep else 0  # else each rank has its own
     return _Unit(
         elements=sum(math.prod(_local(weight, cut)) for weight in found),
-        state=sum(_state_bytes(weight, cut, _rule_of(rule, weight, place)) for weight in found),
+        state=MASTER
+        * sum(
+            math.prod(one) for weight in found for one in _state(weight, cut, _rule_of(rule, weight, place)).values()
+        ),
         gathered=experts
         + sum(
             math.prod(weight.shape) // (cut.tp if weight.cut is not None else 1)
@@ -184,51 +215,16 @@ def _rule_of(rule: str, weight: Weight, place: int) -> str:
     return "adamw" if rule == "muon" and not is_matrix else rule
 
 
-def _state_bytes(weight: Weight, cut: _Cut, rule: str) -> int:
-    """Return the bytes of optimizer state of one parameter on a rank."""
-    if rule == "adafactor":  # a row and a column of a matrix, whole on every rank, and a step
+def _state(weight: Weight, cut: _Cut, rule: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of what an optimizer keeps of one parameter on a rank."""
+    local = _local(weight, cut)
+    if rule == "adafactor":  # a row and a column of a matrix, whole on every rank
         *rows, columns = weight.shape
-        factors = math.prod(rows) + math.prod(rows[:-1]) * columns if rows else columns
-        return MASTER * (factors + 1)
-    own = math.prod(_local(weight, cut))
-    # AdamW: two moments, and a step of 4 bytes
-    return MASTER * {"adamw": 2 * own + 1, "muon": own, "sgd": own, "plain": 0}[rule]
-
-
-def weights(model: ModelConfig, place: int) -> Sequence[Weight]:
-    """Return the parameters of the embedding (-1), of a layer (0), or of final norm and head (1)."""
-    if place == -1:
-        return (Weight((model.vocab, model.dim), 0),)
-    if place == 1:
-        return (Weight((model.dim,)), Weight((model.vocab, model.dim), 0))
-    return _layer(model)
-
-
-def _layer(model: ModelConfig) -> tuple[Weight, ...]:
-    size, dim = model.head_size, model.dim
-    queries, keys = model.heads * size, model.kv_heads * size
-    found = [Weight((dim,)), Weight((dim,)), Weight((queries, dim), 0), Weight((keys, dim), 0), Weight((keys, dim), 0)]
-    found.append(Weight((dim, queries), 1))
-    if model.qkv_bias:
-        found += [Weight((queries,), 0), Weight((keys,), 0), Weight((keys,), 0)]
-    if model.qk_norm:
-        found += [Weight((size,)), Weight((size,))]
-    if not model.experts:
-        return (*found, *_swiglu(dim, model.ffn))
-    count, ffn = model.experts, model.ffn
-    found += [
-        Weight((count, dim)),
-        Weight((count, ffn, dim), 1, is_expert=True),
-        Weight((count, dim, ffn), 2, is_expert=True),
-        Weight((count, ffn, dim), 1, is_expert=True),
-    ]
-    if model.shared_ffn:
-        found += [Weight((1, dim)), *_swiglu(dim, model.shared_ffn)]
-    return tuple(found)
-
-
-def _swiglu(dim: int, ffn: int) -> tuple[Weight, ...]:
-    return Weight((ffn, dim), 0), Weight((dim, ffn), 1), Weight((ffn, dim), 0)
+        factors = {"row_var": (*rows, 1), "col_var": (*rows[:-1], 1, columns)} if rows else {"variance": (columns,)}
+        return {"step": (), **factors}
+    if rule == "adamw":
+        return {"step": (), "exp_avg": local, "exp_avg_sq": local}
+    return {"muon": {"momentum_buffer": local}, "sgd": {"momentum_buffer": local}, "plain": {}}[rule]
 
 
 def _local(weight: Weight, cut: _Cut) -> tuple[int, ...]:

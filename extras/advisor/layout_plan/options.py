@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import click
+
 from flashckpt.errors import ConfigError
-from flashckpt.trainer.config.command_line import CommandParser
+from flashckpt.trainer.config.command_line import parsed
 from flashckpt.trainer.plan.failures import gpu_hours
 from flashckpt.trainer.plan.forecast import EFFICIENCY
 from flashckpt.trainer.plan.gpus import GPUS, Gpu, find_gpu
@@ -60,56 +61,19 @@ def parse(words: Sequence[str]) -> tuple[PlanOptions, list[str]]:
     Raises:
         ConfigError: An option is missing, unknown or out of range; the GPU is not known.
     """
-    found, rest = _parser().parse_known_args(list(words))
-    given = {field: getattr(found, name) * unit for name, (field, unit, _) in _FIGURES.items() if getattr(found, name)}
-    gpu_hours(found.failures)
-    return PlanOptions(
-        config=found.config,
-        gpus=found.gpus,
-        gpu=find_gpu(found.gpu, **given),
-        ranks_per_node=min(found.ranks_per_node, found.gpus),
-        efficiency=found.efficiency,
-        tokens=found.tokens,
-        failures=found.failures,
-        search=found.search,
-        measure=found.measure,
-        json=found.json,
-        top=found.top,
-    ), rest
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(
-        prog="plan",
-        description="Say what a run needs and how long it takes on so many GPUs, by arithmetic; settings as --section.key VALUE.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", metavar="FILE.toml", help="the run; every setting has a default")
-    parser.add_argument("--gpus", type=_count, required=True, metavar="N", help="how many GPUs")
-    parser.add_argument("--gpu", required=True, metavar="NAME", help=" | ".join(GPUS))
-    parser.add_argument("--ranks-per-node", type=_count, default=8, metavar="N", help="GPUs of a node (%(default)s)")
-    for name, (_, _, what) in _FIGURES.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=_positive, metavar="X", help=f"{what}, not the table's")
-    parser.add_argument(
-        "--efficiency", type=_share, default=EFFICIENCY, metavar="X",
-        help="share of the peak that products reach (%(default)s, assumed)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--tokens", type=_tokens, default=0.0, metavar="N", help="days to so many: 300e9, 15T; else the run's"
-    )
-    parser.add_argument(
-        "--failures", default="llama3", metavar="PRESET", help="llama3 | 8-percent-month | hours per GPU, as 50000h"
-    )
-    parser.add_argument("--search", action="store_true", help="try layouts, and rank those that fit")
-    parser.add_argument("--top", type=_count, default=5, metavar="N", help="how many of them to show (%(default)s)")
-    parser.add_argument("--measure", action="store_true", help="time two blocks per candidate on this machine")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    return parser
+    with parsed(_COMMAND, words) as context:
+        found, rest = dict(context.params), context.args
+    given = {name: found.pop(name) for name in _FIGURES}
+    figures = {_FIGURES[name][0]: number * _FIGURES[name][1] for name, number in given.items() if number}
+    gpu_hours(found["failures"])
+    ranks_per_node = min(found.pop("ranks_per_node"), found["gpus"])
+    found["tokens"] = found["tokens"] or 0.0
+    return PlanOptions(**found | {"gpu": find_gpu(found["gpu"], **figures), "ranks_per_node": ranks_per_node}), rest
 
 
 def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= _LIMIT:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {_LIMIT:,}")
+        raise click.BadParameter(f"{text!r} is not a number from 1 to {_LIMIT:,}")
     return int(text)
 
 
@@ -119,14 +83,14 @@ def _positive(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+        raise click.BadParameter(f"{text!r} is not a number above 0")
     return value
 
 
 def _share(text: str) -> float:
     value = _positive(text)
     if value > 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share above 0, up to 1")
+        raise click.BadParameter(f"{text!r} is not a share above 0, up to 1")
     return value
 
 
@@ -137,8 +101,44 @@ def _tokens(text: str) -> float:
     except ValueError:
         value = 0.0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens, such as 300e9 or 15T")
+        raise click.BadParameter(f"{text!r} is not a number of tokens, such as 300e9 or 15T")
     return value
+
+
+_COMMAND = click.Command(
+    "plan",
+    help="Say what a run needs and how long it takes on so many GPUs, by arithmetic; settings as --section.key VALUE.",
+    context_settings={
+        "ignore_unknown_options": True,
+        "allow_extra_args": True,
+        "help_option_names": ["-h", "--help"],
+    },
+    params=[
+        click.Option(["--config"], metavar="FILE.toml", help="the run; every setting has a default"),
+        click.Option(["--gpus"], type=_count, required=True, metavar="N", help="how many GPUs"),
+        click.Option(["--gpu"], required=True, metavar="NAME", help=" | ".join(GPUS)),
+        click.Option(["--ranks-per-node"], type=_count, default="8", metavar="N", help="GPUs of a node (8)"),
+        *(
+            click.Option([f"--{name.replace('_', '-')}"], type=_positive, metavar="X", help=f"{what}, not the table's")
+            for name, (_, _, what) in _FIGURES.items()
+        ),
+        click.Option(
+            ["--efficiency"], type=_share, default=str(EFFICIENCY), metavar="X",
+            help=f"share of the peak that products reach ({EFFICIENCY}, assumed)",
+        ),
+        click.Option(
+            ["--tokens"], type=_tokens, metavar="N", help="days to so many: 300e9, 15T; else the run's"
+        ),
+        click.Option(
+            ["--failures"], default="llama3", metavar="PRESET",
+            help="llama3 | 8-percent-month | hours per GPU, as 50000h",
+        ),
+        click.Option(["--search"], is_flag=True, help="try layouts, and rank those that fit"),
+        click.Option(["--top"], type=_count, default="5", metavar="N", help="how many of them to show (5)"),
+        click.Option(["--measure"], is_flag=True, help="time two blocks per candidate on this machine"),
+        click.Option(["--json"], is_flag=True, help="print one JSON document"),
+    ],
+)  # fmt: skip
 
 
 def refuse_without_effect(options: PlanOptions) -> None:

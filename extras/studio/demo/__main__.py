@@ -10,7 +10,6 @@ says a few words.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import importlib.util
@@ -21,8 +20,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import click
 from rich.console import Console
 
 from flashckpt.daemon.launcher import ledger
@@ -245,24 +246,35 @@ class Demo:
         )
 
 
+_PATH = click.Path(path_type=Path)
+_COMMAND = click.Command(
+    "demo",
+    help=(__doc__ or "").splitlines()[0],
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
+    params=[
+        click.Option(["--folder"], type=_PATH, default=Path("out/demo"), help="folder of all output; emptied first"),
+        click.Option(["--config"], type=_PATH, default=DEFAULT_CONFIG, help="the run, on 8 ranks"),
+        click.Option(["--steps"], type=int, default=40, help="steps of the run"),
+        click.Option(["--kill-after"], type=int, default=28, help="SIGKILL in the middle of the step after"),
+        click.Option(["--kill-rank"], type=int, default=5, help="which rank"),
+        click.Option(["--lose-after"], type=int, default=34, help="lose the machine after this step"),
+    ],
+)
+
+
 def read_plan(words: Sequence[str]) -> DemoPlan:
     """Return the plan of a command line.
 
     Raises:
         ConfigError: the crashes are not in order inside the run.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m flashckpt.trainer.demo", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--folder", type=Path, default=Path("out/demo"), help="folder of all output; emptied first")
-    parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="the run, on 8 ranks")
-    parser.add_argument("--steps", type=int, default=40, help="steps of the run [%(default)s]")
-    parser.add_argument(
-        "--kill-after", type=int, default=28, help="SIGKILL in the middle of the step after [%(default)s]"
-    )
-    parser.add_argument("--kill-rank", type=int, default=5, help="which rank [%(default)s]")
-    parser.add_argument("--lose-after", type=int, default=34, help="lose the machine after this step [%(default)s]")
-    args = parser.parse_args(words)
+    try:
+        args = SimpleNamespace(**_COMMAND.make_context("python -m flashckpt.trainer.demo", list(words)).params)
+    except click.exceptions.Exit as done:  # after --help
+        raise SystemExit(done.exit_code) from None
+    except click.ClickException as error:
+        error.show()
+        raise SystemExit(error.exit_code) from None
     config: RunConfig = read_config(args.config)
     least = config.checkpoint.snapshot_every
     if not least < args.kill_after < args.lose_after < args.steps or not 0 <= args.kill_rank < RANKS:

@@ -5,16 +5,26 @@ Where transformers is installed, the logits of the trained weights are compared 
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from flashckpt.environment import env
-from flashckpt.errors import LayoutError
+from flashckpt.errors import ConfigError, LayoutError
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.config.parallel import ParallelConfig
-from flashckpt.trainer.evaluate.reference import differ_from_transformers
+from flashckpt.trainer.hub.families import tensors_of
+from flashckpt.trainer.hub.hub_config import to_hub
+from flashckpt.trainer.model.initial import box
+from flashckpt.trainer.model.transformer import Transformer
 from flashckpt.trainer.parallel.distributed import process_group
 from flashckpt.trainer.parallel.layout import resolve_layout
 from flashckpt.trainer.train.loop import Trainer, prepare
@@ -22,6 +32,60 @@ from flashckpt.trainer.train.metrics import StepRecord
 
 STEPS = 3
 TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2, "float16": 3e-2}
+_OF_LOGITS = 1e-5
+"""Of the largest logit, or of 1 where that is larger."""
+
+
+@torch.no_grad()
+def differ_from_transformers(config: RunConfig, part: nn.Module) -> float | None:
+    """Return how far the logits of a model are from those of transformers, in float32 on the CPU.
+
+    Args:
+        config: The run.
+        part: The whole model, all of it on this rank.
+
+    Returns:
+        The largest difference; None where transformers is not installed or has no such model.
+
+    Raises:
+        ConfigError: They differ by more than rounding.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        return None
+    try:
+        settings = to_hub(config.model, config.train.seq_len, "float32")
+    except ConfigError:
+        return None
+    weights = {name: box(parameter)[1].detach().float().cpu() for name, parameter in part.named_parameters()}
+    mine = Transformer(config.model, config.train.seq_len).eval()
+    mine.load_state_dict(weights)
+    tokens = torch.randint(0, config.model.vocab, (2, config.train.seq_len), generator=torch.Generator().manual_seed(1))
+    found, wanted = mine(tokens), _theirs(config, settings, weights, tokens)
+    far = float((found - wanted).abs().max())
+    if not far <= _OF_LOGITS * max(1.0, float(wanted.abs().max())):
+        raise ConfigError(
+            f"this model computes other logits than {settings['architectures'][0]} of transformers",
+            found=f"they differ by {far:.2e}",
+            expected=f"at most {_OF_LOGITS:.0e} of the largest",
+            remedy="do not export it; try model.* changed one by one to find the part",
+        )
+    return far
+
+
+def _theirs(config: RunConfig, settings: dict[str, object], weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM  # type: ignore[import-not-found, unused-ignore]  # where it is installed
+
+    tensors = {}
+    for one in tensors_of(config.model):
+        whole = weights[one.ours]
+        tensors[one.theirs] = (whole if one.expert is None else whole[one.expert]).contiguous().clone()
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(settings))
+        save_file(tensors, f"{folder}/model.safetensors", {"format": "pt"})
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        logits: Tensor = model.eval()(tokens).logits
+    return logits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import click
 
 from flashckpt.cli.common import parse_options
 from flashckpt.errors import ConfigError
 from flashckpt.printable import printable
-from flashckpt.trainer.config.command_line import CommandParser
+from flashckpt.trainer.config.command_line import run
 from flashckpt.trainer.config.sample import Choice, check_choice
 from flashckpt.trainer.generate.codec import TextStream
 from flashckpt.trainer.generate.subject import Subject, open_subject
@@ -20,68 +23,62 @@ from flashckpt.trainer.hub.source import AVERAGE, MODEL
 INTERRUPTED = 130
 _ABOUT = """Continue a prompt and print the text as it comes, on the CPU in float32, or on a GPU where there is one.
 
-SOURCE is a checkpoint root (path or URL, of a run in any layout), a Hugging Face folder, or the id of a job on this
+PROMPT is the text to continue; - reads it from standard input. SOURCE is a checkpoint root (path or URL, of a run in any layout), a Hugging Face folder, or the id of a job on this
 machine (flashckpt status): then its newest snapshot is read out of shared memory, while it trains."""
 
 
 def generate(words: Sequence[str]) -> int:
     """Run `generate WORDS` and return the exit code; errors are raised."""
     try:
-        given = parse(words)
-    except SystemExit:  # --help has printed its text
-        return 0
-    try:
-        return _generate(given)
+        code: int = run(command, words)
     except BrokenPipeError:  # the reader has seen enough; the interpreter flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
         sys.stderr.write("\n")
         return INTERRUPTED
+    return code
 
 
-def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Return what a command line says; ConfigError where it is wrong, SystemExit after --help."""
-    parser = CommandParser(
-        prog="python -m flashckpt.trainer generate", description=_ABOUT, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("source", metavar="SOURCE")
-    parser.add_argument("prompt", metavar="PROMPT", help="the text to continue; - reads it from standard input")
-    parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="most tokens to add [%(default)s]")
-    parser.add_argument(
-        "--temperature", type=float, default=Choice().temperature, metavar="T", help="0: greedy [%(default)s]"
-    )
-    parser.add_argument(
-        "--top-p", type=float, default=Choice().top_p, metavar="P",
-        help="only the likeliest tokens that together have this probability [%(default)s]",
-    )  # fmt: skip
-    parser.add_argument(
-        "--seed", type=int, default=Choice().seed, metavar="S", help="same seed, same text [%(default)s]"
-    )
-    parser.add_argument("--step", metavar="N", help="which checkpoint, as N or N.gM (default: the newest)")
-    parser.add_argument(
-        "--live", action="store_true", help="SOURCE is a root: ask the job on this machine that writes to it"
-    )
-    parser.add_argument("--ema", action="store_true", help="the average of the weights, of a run with ema.decay")
-    parser.add_argument("--tokenizer", default="", metavar="FOLDER_OR_FILE", help='another tokenizer.json, or "bytes"')
-    parser.add_argument("-o", dest="options", action="append", default=[], metavar="KEY=VALUE", help="storage option")
-    parser.add_argument("--json", action="store_true", help="print one JSON document at the end instead")
-    given = parser.parse_args(list(words))
+@click.command(
+    "python -m flashckpt.trainer generate",
+    help=_ABOUT,
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
+)
+@click.argument("source")
+@click.argument("prompt")
+@click.option("--max-tokens", type=int, default=128, metavar="N", help="most tokens to add")
+@click.option("--temperature", type=float, default=Choice().temperature, metavar="T", help="0: greedy")
+@click.option(
+    "--top-p", type=float, default=Choice().top_p, metavar="P",
+    help="only the likeliest tokens that together have this probability",
+)  # fmt: skip
+@click.option("--seed", type=int, default=Choice().seed, metavar="S", help="same seed, same text")
+@click.option("--step", metavar="N", help="which checkpoint, as N or N.gM (default: the newest)")
+@click.option("--live", is_flag=True, help="SOURCE is a root: ask the job on this machine that writes to it")
+@click.option("--ema", is_flag=True, help="the average of the weights, of a run with ema.decay")
+@click.option(
+    "--tokenizer", default="", show_default=False, metavar="FOLDER_OR_FILE", help='another tokenizer.json, or "bytes"'
+)
+@click.option("-o", "options", metavar="KEY=VALUE", multiple=True, help="storage option")
+@click.option("--json", is_flag=True, help="print one JSON document at the end instead")
+def command(**values: Any) -> int:
+    """Check what `_ABOUT` explains, and do it."""
+    given = SimpleNamespace(**values)
     if given.max_tokens < 1:
         raise ConfigError("--max-tokens is out of range", found=str(given.max_tokens), expected="1 or more")
     check_choice(given.temperature, given.top_p, given.seed, of="--")
-    return given
+    return _generate(given)
 
 
-def _generate(given: argparse.Namespace) -> int:
+def _generate(given: SimpleNamespace) -> int:
     prompt = sys.stdin.read() if given.prompt == "-" else given.prompt
     subject = open_subject(
         given.source,
         live=given.live,
         step=given.step,
         tokenizer=given.tokenizer,
-        options=parse_options(tuple(given.options)),
+        options=parse_options(given.options),
         label=AVERAGE if given.ema else MODEL,
     )
     try:

@@ -71,7 +71,7 @@ class WithBuffer(nn.Module):
         return self.layer(batch) * self.scale.float().mean()
 
 
-@case(GROUP, "a buffer that changes in each forward", quick=True)
+@case(GROUP, "a buffer that changes in each forward")
 def buffer(start: Start) -> Program:
     return adamw(WithBuffer(torch.rand(200)))
 
@@ -97,7 +97,7 @@ def non_persistent(start: Start) -> Program:
     return adamw(WithBuffer(torch.arange(200) / 100, persistent=False, changing=False))
 
 
-@case(GROUP, "an expanded buffer (elements share memory)", quick=True)
+@case(GROUP, "an expanded buffer (elements share memory)")
 def expanded_buffer(start: Start) -> Program:
     class Expanded(WithBuffer):
         def forward(self, batch: torch.Tensor) -> torch.Tensor:
@@ -195,7 +195,7 @@ def meta(start: Start) -> Program:
     return adamw(model)
 
 
-@case(GROUP, "a parameter still on the meta device", quick=True, refused="cannot be held")
+@case(GROUP, "a parameter still on the meta device", refused="cannot be held")
 def still_meta(start: Start) -> Program:
     model = net(WIDTH)
     model.register_buffer("later", torch.empty(5, device="meta"))
@@ -245,7 +245,7 @@ def conjugated(start: Start) -> Program:
     return adamw(Conjugated())
 
 
-@case(GROUP, "weight norm (parametrization)", quick=True)
+@case(GROUP, "weight norm (parametrization)")
 def weight_norm(start: Start) -> Program:
     return adamw(nn.Sequential(parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh(), net(WIDTH)))
 
@@ -313,7 +313,7 @@ def extra_number(start: Start) -> Program:
     return adamw(WithExtraState(lambda count: {"count": count}, lambda state: state["count"]))
 
 
-@case(GROUP, "extra state: a tensor", quick=True)
+@case(GROUP, "extra state: a tensor")
 def extra_tensor(start: Start) -> Program:
     return adamw(WithExtraState(torch.tensor, lambda state: state))
 
@@ -361,7 +361,7 @@ def extra_deep(start: Start) -> Program:
     return adamw(WithExtraState(lambda count: _nested_tuple(10, count), _innermost))
 
 
-@case(GROUP, "extra state: tuples nested 300 deep", quick=True, refused="nested")
+@case(GROUP, "extra state: tuples nested 300 deep", refused="nested")
 def extra_too_deep(start: Start) -> Program:
     return adamw(WithExtraState(lambda count: _nested_tuple(300, count), _innermost))
 
@@ -386,7 +386,7 @@ def _unfrozen(width: int) -> Program:
     return Program(train=train, tracked=program.tracked)
 
 
-@case(GROUP, "a layer frozen, then unfrozen", quick=True)
+@case(GROUP, "a layer frozen, then unfrozen")
 def unfrozen(start: Start) -> Program:
     return _unfrozen(700)
 
@@ -476,7 +476,7 @@ def adversarial(start: Start) -> Program:
     return Program(train=train, tracked={"generator": generator, "critic": critic, "g": first, "c": second})
 
 
-@case(GROUP, "a sparse buffer", quick=True, refused="cannot be held")
+@case(GROUP, "a sparse buffer", refused="cannot be held")
 def sparse_buffer(start: Start) -> Program:
     model = net(WIDTH)
     model.register_buffer("mask", torch.eye(20).to_sparse())

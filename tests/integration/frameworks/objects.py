@@ -105,7 +105,7 @@ def _with(model: nn.Module, optimizer: torch.optim.Optimizer, after: Callable[[]
     return Program(train=train, tracked={"model": model, "optimizer": optimizer, **tracked})
 
 
-@case(BESIDE, "GradScaler (CPU), with a step that it skips", quick=True)
+@case(BESIDE, "GradScaler (CPU), with a step that it skips")
 def grad_scaler(start: Start) -> Program:
     model = net(WIDTH)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -122,7 +122,7 @@ def grad_scaler(start: Start) -> Program:
     return Program(train=train, tracked={"model": model, "optimizer": optimizer, "scaler": scaler})
 
 
-@case(BESIDE, "AveragedModel: exponential average", quick=True)
+@case(BESIDE, "AveragedModel: exponential average")
 def ema(start: Start) -> Program:
     model = net(WIDTH)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
@@ -185,7 +185,7 @@ def everything(start: Start) -> Program:
     return _with(model, optimizer, thing.advance, thing=thing)
 
 
-@case(BESIDE, "an object that holds an instance of another class", quick=True, refused="cannot be held")
+@case(BESIDE, "an object that holds an instance of another class", refused="cannot be held")
 def foreign(start: Start) -> Program:
     class Holder(Everything):
         def state_dict(self) -> dict[str, Any]:
@@ -214,7 +214,7 @@ def large_integer(start: Start) -> Program:
     return _with(model, torch.optim.AdamW(model.parameters(), lr=1e-3), thing.advance, thing=thing)
 
 
-@case(BESIDE, "a Generator of one's own, as an object", quick=True)
+@case(BESIDE, "a Generator of one's own, as an object")
 def generator(start: Start) -> Program:
     class Noise:
         def __init__(self) -> None:

@@ -59,7 +59,7 @@ def enter(
 
 
 enter("Adadelta", torch.optim.Adadelta)
-enter("Adafactor", lambda p: torch.optim.Adafactor(p, lr=1e-2), quick=True)
+enter("Adafactor", lambda p: torch.optim.Adafactor(p, lr=1e-2))
 enter("Adagrad", lambda p: torch.optim.Adagrad(p, lr=1e-2))
 enter("Adagrad, fused", lambda p: torch.optim.Adagrad(p, lr=1e-2, fused=True))
 enter("Adam", lambda p: torch.optim.Adam(p, lr=1e-3))
@@ -79,7 +79,7 @@ enter(
 )
 enter("AdamW, two groups", lambda p: torch.optim.AdamW([{"params": p[:2], "lr": 1e-3}, {"params": p[2:], "lr": 1e-4}]))
 enter("Adamax", lambda p: torch.optim.Adamax(p, lr=1e-3))
-enter("ASGD", lambda p: torch.optim.ASGD(p, lr=1e-2, t0=2), quick=True)
+enter("ASGD", lambda p: torch.optim.ASGD(p, lr=1e-2, t0=2))
 enter("NAdam", lambda p: torch.optim.NAdam(p, lr=1e-3))
 enter("NAdam, decoupled", lambda p: torch.optim.NAdam(p, lr=1e-3, decoupled_weight_decay=True, weight_decay=0.1))
 enter("RAdam", lambda p: torch.optim.RAdam(p, lr=1e-3))
@@ -89,7 +89,7 @@ enter("Rprop", lambda p: torch.optim.Rprop(p, lr=1e-3))
 enter("SGD", lambda p: torch.optim.SGD(p, lr=1e-2))
 enter("SGD, momentum", lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9))
 enter("SGD, fused, nesterov", lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, fused=True))
-enter("Muon", lambda p: torch.optim.Muon(p, lr=1e-2), width=MUON, bias=False, quick=True)
+enter("Muon", lambda p: torch.optim.Muon(p, lr=1e-2), width=MUON, bias=False)
 
 
 def _with_closure(width: int, **options: Any) -> Program:
@@ -138,7 +138,7 @@ def _sparse(rows: int, width: int) -> Program:
     return Program(train=train, tracked={"model": table, "optimizer": optimizer})
 
 
-@case("torch.optim", "SparseAdam", quick=True)
+@case("torch.optim", "SparseAdam")
 def sparse_adam(start: Start) -> Program:
     return _sparse(4000, 128)
 
@@ -148,7 +148,7 @@ def sparse_adam_tiny(start: Start) -> Program:
     return _sparse(50, 8)
 
 
-@case("torch.optim", "Muon beside AdamW", quick=True)
+@case("torch.optim", "Muon beside AdamW")
 def muon_and_adamw(start: Start) -> Program:
     model = net(MUON)
     matrices = [p for p in model.parameters() if p.dim() == 2]

@@ -49,7 +49,7 @@ def _even(model: nn.Module) -> nn.Module:
     return model
 
 
-@case(GROUP, "DistributedDataParallel", world=2, quick=True)
+@case(GROUP, "DistributedDataParallel", world=2)
 def ddp(start: Start) -> Program:
     model = nn.parallel.DistributedDataParallel(net(WIDTH))
     return trained(model, torch.optim.AdamW(model.parameters(), lr=1e-3), start)
@@ -95,7 +95,7 @@ def _zero(start: Start, kind: type, **options: Any) -> Program:
     return trained(model, optimizer, start)
 
 
-@case(GROUP, "DDP with ZeroRedundancyOptimizer over AdamW", world=2, quick=True, refused="wraps another optimizer")
+@case(GROUP, "DDP with ZeroRedundancyOptimizer over AdamW", world=2, refused="wraps another optimizer")
 def zero(start: Start) -> Program:
     return _zero(start, torch.optim.AdamW, lr=1e-3)
 
@@ -178,7 +178,7 @@ def _fsdp1(start: Start, **options: Any) -> Program:
     return trained(model, torch.optim.AdamW(model.parameters(), lr=1e-3), start)
 
 
-@case(GROUP, "FSDP1 (FullyShardedDataParallel), original parameters", world=2, quick=True)
+@case(GROUP, "FSDP1 (FullyShardedDataParallel), original parameters", world=2)
 def fsdp1(start: Start) -> Program:
     return _fsdp1(start, use_orig_params=True)
 

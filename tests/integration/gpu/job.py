@@ -7,39 +7,20 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import threading
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.deaths import die_in_a_copy, kill
 from torch import nn
 
 from flashckpt import Checkpointer, faults
-from flashckpt.snapshot.device import DeviceCopier
 
 STEPS, DIES_AT, WIDTH = 10, 7, 300
 EVERY = 2
 """Steps between snapshots."""
 DEATHS = ("", "step", "copy", "restore", "memory", "assert", "ordinal")
-
-
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def die_in_a_copy() -> None:
-    """Kill this rank when the first bytes of its next snapshot have arrived, and the others have not."""
-    real = DeviceCopier.arrivals
-
-    def arrivals(self: DeviceCopier, batches: Sequence[Any], buffer: Any) -> Iterator[Any]:
-        for _ in real(self, batches, buffer):
-            kill()
-        yield []
-
-    DeviceCopier.arrivals = arrivals  # type: ignore[method-assign]  # the place where a test kills
 
 
 def fail(death: str, device: torch.device) -> None:

@@ -43,7 +43,8 @@ PARTS = (
     numbers("numbers: bus", "gpu_bus.py", seconds=25, least=15, on_cpu=("--mb=64",)),
     numbers("numbers: 8 GB", "gpu_snapshots.py", "--gb=8", seconds=75, least=40, on_cpu=("--gb=0.05", "--step-s=0.1")),
     numbers(
-        "numbers: restart", "gpu_restart.py", "--gb=16", seconds=60, least=40, on_cpu=("--gb=0.05", "--kills=1")
+        "numbers: restart", "gpu_restart.py", "--gb=16", "--standby=1", seconds=90, least=60,
+        on_cpu=("--gb=0.05", "--kills=1"),
     ),
     tests("tests: jobs", "test_gpu_jobs.py", 90, 40),
     tests("tests: trainer", "test_gpu_trainer.py", 70, 40),
@@ -51,7 +52,6 @@ PARTS = (
         "numbers: every 1, 5, 20", "gpu_intervals.py", "--gb=8", seconds=45, least=30,
         on_cpu=("--gb=0.03", "--step-s=0.05"),
     ),
-    numbers("numbers: 1 GB", "gpu_snapshots.py", "--gb=1", seconds=35, least=20, on_cpu=("--gb=0.03", "--step-s=0.1")),
     numbers(
         "numbers: 32 GB", "gpu_snapshots.py", "--gb=32", "--slots=2", "--methods=flashckpt", seconds=80, least=60,
         on_cpu=("--gb=0.1", "--step-s=0.2"),

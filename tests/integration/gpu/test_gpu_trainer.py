@@ -25,7 +25,10 @@ from flashckpt.trainer.train.metrics import read_trace
 from integration.gpu.device import device, device_type, gpu, in_time
 
 __all__ = ["device", "device_type", "gpu", "in_time"]
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [
+    pytest.mark.timeout(400),
+    pytest.mark.filterwarnings("default"),
+]  # the compiler's warnings are no failures
 ROOT = Path(__file__).resolve().parents[3]
 STEPS = 9
 TINY, BILLION = ROOT / "configs" / "tiny.toml", ROOT / "configs" / "1b.toml"

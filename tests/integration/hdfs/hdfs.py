@@ -27,7 +27,8 @@ from unit.storage.test_store import TestConformance
 
 from flashckpt.checkpoint.catalog import list_checkpoints, read_manifest
 from flashckpt.checkpoint.retention import Policy, prune
-from flashckpt.checkpoint.writer import commit, persist_slot, prefix_of
+from flashckpt.checkpoint.root_records import prefix_of
+from flashckpt.checkpoint.writer import commit, persist_slot
 from flashckpt.errors import ConfigError, RootError, StoreError
 from flashckpt.restore.executor import Target, execute_reads
 from flashckpt.restore.sources import StorageSource

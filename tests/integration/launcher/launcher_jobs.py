@@ -147,7 +147,7 @@ def test_same_error_at_the_same_step_twice_is_the_scripts_and_stops(tmp_path: Pa
         tmp_path, "--nproc-per-node=2", "--max-restarts=10", "--escalate=0", train, tmp_path, 40, 0.0
     )
     assert code == RestartBudgetError.exit_code, output
-    assert output.count("ValueError: the same thing again") == 2
+    assert output.count("  | ValueError: the same thing again") == 2
     assert "the same error at step 11 twice" in output
 
 

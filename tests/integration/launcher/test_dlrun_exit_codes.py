@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from support.agents import pretend_agent
-from support.dlrun import run_dlrun
 from support.paths import ROOT
 
 from flashckpt import errors
@@ -76,26 +75,6 @@ def test_rows_of_the_table_are_the_codes_of_dlrun() -> None:
         assert str(code) in row.split(", ") or row == "128+n" or 10 <= int(str(code)) <= 19
     assert {cls.exit_code for cls in family(FlashckptError) if cls.exit_code in FINAL_CODES} == set(FINAL_CODES)
     assert errors.FlashckptError.exit_code == 1
-
-
-@pytest.mark.parametrize(
-    ("body", "code", "starts", "words"),
-    [
-        ("from flashckpt.errors import ReplicaMismatchError\nraise ReplicaMismatchError('x')", 17, 1, "exit code 17"),
-        ("import sys; sys.exit(12)", 12, 1, "exit code 12"),
-        ("import os, sys; sys.exit(41 if os.environ['FLASHCKPT_RESTART'] < '2' else 12)", 12, 3, "since this may pass"),
-        ("from flashckpt.errors import DamagedError\nraise DamagedError('x')", 33, 2, "the same error"),
-        ("import sys; sys.exit(9)", 1, RESTARTS + 1, f"not restarting: all {RESTARTS} restarts were used"),
-    ],
-)
-def test_dlrun_retries_what_the_table_says_without_being_asked_to(
-    tmp_path: Path, body: str, code: int, starts: int, words: str
-) -> None:
-    path = tmp_path / "script.py"
-    path.write_text(body)
-    found, output = run_dlrun(tmp_path, path)
-    assert (found, output.count("started rank 0 pid")) == (code, starts), output
-    assert words in output
 
 
 def test_default_of_max_restarts_is_in_the_help_and_the_page_and_numbers_are_kept(

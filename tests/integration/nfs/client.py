@@ -109,7 +109,8 @@ def part(folder: str, rank: int, steps: list[int]) -> None:
     """Persist this rank's half of some snapshots, without a commit."""
     from support.slots import make_pin, shard
 
-    from flashckpt.checkpoint.writer import persist_slot, prefix_of
+    from flashckpt.checkpoint.root_records import prefix_of
+    from flashckpt.checkpoint.writer import persist_slot
 
     for step in steps:
         half = shard("weight", (2, 1000), offsets=(rank, 0), lengths=(1, 1000))
@@ -120,7 +121,8 @@ def part(folder: str, rank: int, steps: list[int]) -> None:
 
 def commits(folder: str, steps: list[int]) -> list[int]:
     """Commit the checkpoints; return the steps whose MANIFEST this machine created."""
-    from flashckpt.checkpoint.writer import commit, prefix_of
+    from flashckpt.checkpoint.root_records import prefix_of
+    from flashckpt.checkpoint.writer import commit
 
     return [step for step in steps if commit(store_in(folder), prefix_of(1, step), [0, 1])]
 

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from support import incidents
 from support.dlrun import ENGINE, TRAIN, traces
 from support.nodes import Nodes, nodes
 from support.ranks import wait_for
@@ -54,7 +55,7 @@ def lived(folder: Path, world: int) -> set[int]:
     found: dict[int, int] = {}
     for path in folder.glob(f"life{world}.*-rank*"):
         generation = int(path.name.split(".")[1].split("-")[0])
-        found[generation] = found.get(generation, 0) + 1
+        found[generation] = found.get(generation, 0) + bool(path.read_text())  # made first, written then
     return {generation for generation, ranks in found.items() if ranks == world}
 
 
@@ -82,10 +83,18 @@ def test_node_killed_the_job_shrinks_and_grows_when_it_returns(tmp_path: Path, t
             them.link(2, up=False)
         them.kill(2)
         small = them.until(partial(grew, tmp_path, 4, 1), "4 ranks")
+        (found,) = them.until(lambda: incidents.in_memory(them.memory(0)), "the report")
         them.link(2, up=True)
         them.start(2, *FLAGS, train, tmp_path, 100000, 0.1, nnodes="2:3")
         them.until(partial(grew, tmp_path, 6, small), "6 ranks again")
         assert all(them.processes[node].poll() is None for node in range(3))
+        reach = "it cannot be reached" if silent else "its machine answers, its dlrun does not"
+        assert found.verdict.startswith(
+            f"{'network' if silent else 'machine'}: node 2 ({them.prefix}2): stopped answering"
+        )
+        assert reach in found.verdict
+        assert (found.kind, found.action) == ("node lost", "restart without that node")
+        assert found.silent_s > 3.0
     for seen in traces(tmp_path, 4):
         repeated = {step: losses for step, losses in seen.items() if len(losses) > 1}
         assert not repeated, repeated
@@ -193,7 +202,10 @@ def test_rank_that_was_stopped_is_named_on_all_nodes(tmp_path: Path, train: Path
         them.until(partial(reached, tmp_path, 0, 20), "20 steps")
         os.kill(int((tmp_path / "life4.1-rank3").read_text().split()[0]), signal.SIGSTOP)
         them.until(partial(grew, tmp_path, 4, 1), "4 ranks again")
+        (found,) = them.until(lambda: incidents.in_memory(them.memory(0)), "the report")
         logs = [them.log(node) for node in range(2)]
+    assert (found.kind, found.category, found.rank, found.host) == ("hang", "unknown", 3, f"{them.prefix}1")
+    assert "in stopped (SIGSTOP); the others waited for it" in found.what
     assert f"rank 3 on {them.prefix}1 failed first" in logs[0] or "look at rank 3" in logs[0]
     assert "look at rank 3" in logs[1] or re.search(r"rank 3 \(local 1.*\n?.*it was stopped", logs[1]), logs[1]
     assert not re.search(r"rank [012] \(local .*failed first", logs[0] + logs[1])
@@ -345,3 +357,6 @@ def test_rank_that_the_kernel_kills_for_memory_is_told_from_a_stray_kill(tmp_pat
     assert result.returncode == 1, result.stderr
     assert "rank 1 (local 1" in result.stderr
     assert "signal 9 (SIGKILL, exit code 137): out of memory: the kernel's OOM killer" in result.stderr
+    lines = incidents.said(result.stderr)
+    assert lines
+    assert all(line.startswith("memory: rank 1 (pid") for line in lines), lines

@@ -21,7 +21,7 @@ PAGE = ROOT / "docs" / "versions.md"
 RELEASES = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 CHECKS = {
     "kill -9, exact resume": (
-        "tests/integration/programs/test_examples.py",
+        "tests/integration/programs/programs_examples.py",
         "tests/integration/launcher/launcher_engine.py",
     ),
     "launcher contract": ("tests/integration/launcher/launcher_contract.py",),

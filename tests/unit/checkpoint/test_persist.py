@@ -18,8 +18,9 @@ from flashckpt import faults
 from flashckpt.checkpoint.catalog import list_checkpoints, newest_checkpoint, read_manifest
 from flashckpt.checkpoint.compression import PackedObjects, worth_compressing
 from flashckpt.checkpoint.indexes import missing_writers
+from flashckpt.checkpoint.root_records import MANIFEST, prefix_of
 from flashckpt.checkpoint.sweeping import sweep
-from flashckpt.checkpoint.writer import MANIFEST, PersistOptions, commit, persist_slot, prefix_of
+from flashckpt.checkpoint.writer import PersistOptions, commit, persist_slot
 from flashckpt.core.digest import chunk_digests
 from flashckpt.core.shard import Shard
 from flashckpt.errors import (

@@ -15,14 +15,24 @@ from support.slots import make_pin, shard
 from flashckpt import faults
 from flashckpt.checkpoint import catalog
 from flashckpt.checkpoint.catalog import VERIFIED_NEWEST, entry_from, list_checkpoints, newest_checkpoint, read_contents
-from flashckpt.checkpoint.catalog_entries import CATALOG, CommittedEntry, decode_entry, encode_entry, read_names
 from flashckpt.checkpoint.retention import TOMBSTONE_AGE_S, Policy, prune
+from flashckpt.checkpoint.root_records import (
+    CATALOG,
+    LATEST,
+    MANIFEST,
+    TOMBSTONE,
+    CommittedEntry,
+    decode_entry,
+    encode_entry,
+    prefix_of,
+    read_names,
+)
 from flashckpt.checkpoint.sweeping import sweep
-from flashckpt.checkpoint.writer import LATEST, MANIFEST, TOMBSTONE, commit, persist_slot, prefix_of
+from flashckpt.checkpoint.writer import commit, persist_slot
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.storage.factory import open_store
 
-SIZES = [10, 100, 1000, 10_000]
+SIZES = [10, 100, 1000, 3000]
 
 
 def commit_step(store: RequestStore, step: int) -> None:

@@ -22,7 +22,6 @@ from flashckpt.checkpoint.catalog import (
     read_contents,
     read_manifest,
 )
-from flashckpt.checkpoint.catalog_entries import CATALOG
 from flashckpt.checkpoint.generations import claim_generation, newest_generation, owns_generation, read_generations
 from flashckpt.checkpoint.intents import abandon_intent, abandoned_reason, close_intent, list_intents, put_intent
 from flashckpt.checkpoint.retention import (
@@ -39,9 +38,10 @@ from flashckpt.checkpoint.retention import (
     reading,
     unkeep,
 )
+from flashckpt.checkpoint.root_records import CATALOG, MANIFEST, prefix_of
 from flashckpt.checkpoint.sweeping import sweep
-from flashckpt.checkpoint.writer import MANIFEST, commit, persist_slot, prefix_of
-from flashckpt.core.figures import Figures
+from flashckpt.checkpoint.writer import commit, persist_slot
+from flashckpt.core.figures import TensorFigures
 from flashckpt.core.intent import Intent
 from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest_header import HEAD_BYTES
@@ -121,7 +121,7 @@ def test_retention_sees_what_is_suspect_without_a_catalogue(store: Store) -> Non
     make(store, 10, 20)
     for step in (30, 40, 50):
         pin = make_pin([shard("w", (40_000,))], step=step)
-        figures = Figures.unknown(1)
+        figures = TensorFigures.unknown(1)
         figures.suspect[0] = True
         pin.manifest_ = replace(pin.manifest_, figures=figures)
         persist_slot(pin, store, prefix_of(1, step))

@@ -16,8 +16,9 @@ from flashckpt import faults
 from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.checkpoint.intents import abandon_intent, put_intent
 from flashckpt.checkpoint.retention import Policy, ReadLease, keep, prune
+from flashckpt.checkpoint.root_records import MANIFEST, prefix_of
 from flashckpt.checkpoint.sweeping import is_full, make_room
-from flashckpt.checkpoint.writer import MANIFEST, PersistOptions, commit, persist_slot, prefix_of
+from flashckpt.checkpoint.writer import PersistOptions, commit, persist_slot
 from flashckpt.core.intent import Intent
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister.flush import Flush

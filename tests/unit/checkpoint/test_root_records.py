@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from support.slots import make_pin, shard
 
-from flashckpt.checkpoint.catalog import list_checkpoints, newest_checkpoint
+from flashckpt.checkpoint.catalog import list_checkpoints, newest_checkpoint, read_root
 from flashckpt.checkpoint.generations import claim_generation, read_generations
 from flashckpt.checkpoint.intents import list_intents, put_intent
 from flashckpt.checkpoint.retention import ReadLease, leased_prefixes
-from flashckpt.checkpoint.root_summary import read_root
-from flashckpt.checkpoint.writer import commit, persist_slot, prefix_of
+from flashckpt.checkpoint.root_records import prefix_of
+from flashckpt.checkpoint.writer import commit, persist_slot
 from flashckpt.core.intent import Intent
 from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
@@ -22,9 +22,9 @@ from flashckpt.storage.store import Store
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    """A root with steps 10, 20 and 30 of generation 1, and a second life that was restored from step 30."""
-    store = open_store(tmp_path / "root")
+def store(shm_dir: Path) -> Store:
+    """A root with steps 10, 20 and 30 of generation 1, and a second life that was restored from step 30; in memory, for thousands of writes."""
+    store = open_store(shm_dir / "root")
     claim_generation(store, Generation(number=1, token="a", world_size=1, created_s=1.5))
     for step in (10, 20, 30):
         persist_slot(make_pin([shard("w", (400,))], step=step, generation=1), store, prefix_of(1, step))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.engine import agent_dir
 from support.one_rank import agent_of_the_test, crash, opened_as  # noqa: F401 -- fixtures
 from support.ranks import run_ranks, values
 
@@ -80,6 +81,18 @@ def test_a_restart_under_a_living_agent_goes_on_with_the_run_that_began_anew(
     assert trained(tmp_path / "r", fresh=True) == 3
     monkeypatch.setenv("FLASHCKPT_RESTART", "0")
     assert trained(tmp_path / "r", fresh=True) == 0
+
+
+def test_a_restart_goes_on_with_nothing_that_is_older_than_its_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first start of a new agent died before its generation began: memory is that of a run before."""
+    assert trained(tmp_path / "r", 1, 2, 3) == 0
+    agent_dir()
+    monkeypatch.setenv("FLASHCKPT_RESTART", "1")
+    assert trained(tmp_path / "r", 1, fresh=True) == 0
+    monkeypatch.setenv("FLASHCKPT_RESTART", "2")
+    assert trained(tmp_path / "r", fresh=True) == 1, "a generation has begun under this agent"
 
 
 @pytest.mark.parametrize("more", [{"step": 3}, {"generation": 1}, {"root": "/tmp/x"}, {"only": "model.*"}], ids=str)

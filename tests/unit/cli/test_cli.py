@@ -6,10 +6,12 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from support.ranks import wait_for
 from flashckpt.checkpoint import indexes
 from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.checkpoint.generations import claim_generation
+from flashckpt.checkpoint.history import SessionRecord, write_session
 from flashckpt.cli import main as cli
 from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
@@ -102,9 +105,24 @@ def test_inspect_shows_tensors_layout_and_values(job: FakeJob, capsys: Captured)
     assert document["values"].keys() == {"step"} | generators
     assert document["values"]["step"] == 10
     assert sum(document["writer_bytes"].values()) == document["nbytes"]
-    code, out, _ = run("inspect", job.root, capsys=capsys)
+    code, out, _ = run("inspect", job.root, "--tensors", capsys=capsys)
     assert "w  float32 600x1000  2.4 MB in 2 shards" in out
     assert "step 20, generation 1, a fresh start" in out
+
+
+def test_inspect_shows_a_summary_that_folds_equal_layers(capsys: Captured, tmp_path: Path) -> None:
+    shapes: dict[str, tuple[int, ...]] = {f"model.layers.{layer}.w": (4, 5) for layer in range(40)} | {
+        f"model.h{at}.b": (2,) for at in range(20)
+    }
+    with two_checkpoints(tmp_path / "root", shapes) as root:
+        _, out, _ = run("inspect", root, capsys=capsys)
+    lines = out.splitlines()
+    assert "step 20, generation 1" in lines[1]
+    assert ["model.layers.#.w", "40", "float32", "4x5", "3.2", "kB"] in [line.split() for line in lines]
+    assert "... and 9 more kinds (--tensors lists all)" in lines
+    assert any(line.startswith("rng@rank0 = ") and line.endswith(" and 1 more rank") for line in lines)
+    assert len(lines) < 30
+    assert max(len(line) for line in lines) <= 100
 
 
 def test_verify_intact_then_a_flipped_bit_is_named(job: FakeJob, capsys: Captured) -> None:
@@ -228,6 +246,55 @@ def test_status_reads_goodput_from_the_ledger_and_skips_a_torn_line(job: FakeJob
     assert (found["rank_failures"], found["lost_s"]) == (2, 2.5)
     assert abs(found["goodput"] - 0.975) < 0.01
     assert run_json("status", capsys=capsys)[1]["jobs"][0]["rank_failures"] == 2
+
+
+def _dead_job(job: str, root: Path, *, steps: int) -> None:
+    with contextlib.closing(contextlib.ExitStack()) as stack:
+        dead = FakeJob(str(root), job=job)
+        stack.callback(dead.die)
+        for step in range(1, steps + 1):
+            dead.step(step)
+
+
+def test_status_shows_running_jobs_in_full_and_folds_dead_ones(job: FakeJob, capsys: Captured, tmp_path: Path) -> None:
+    _dead_job("old", tmp_path / "old", steps=2)
+    _dead_job("void", tmp_path / "void", steps=0)
+    _, out, _ = run("status", capsys=capsys)
+    assert "RUNNING   " + job.root + "  (job fake)" in out
+    assert "in memory 25.g1   on storage 20.g1" in out
+    assert "STOPPED   1 job can continue   1 holds nothing" in out
+    assert f"newest: {tmp_path / 'old'}, step 2" in out
+    assert "void" not in out
+    assert max(len(line) for line in out.replace(str(tmp_path), "/checkpoints").splitlines()) <= 80
+    _, out, _ = run("status", "--all", capsys=capsys)
+    assert "dead, nothing to resume" in out
+    assert len([line for line in out.splitlines() if "dead" in line]) == 2
+
+
+def test_status_of_a_root_knows_its_sessions_after_memory_is_gone(job: FakeJob, capsys: Captured) -> None:
+    store = open_store(job.root)
+    first = SessionRecord(generation=1, token="aa", job="run", begun_s=100, updated_s=200, step=50, end="stopped")
+    failure = {"cause": "killed by\x1b[31m SIGKILL", "rank": 3}
+    second = replace(
+        first, generation=2, token="bb", begun_s=210, updated_s=300, restored_step=40, step=90, end="ended"
+    )
+    shutil.rmtree(Path(job.root, "history"))
+    for one in (first, replace(second, failure=failure)):
+        write_session(store, one)
+    job.die()
+    job.directory.path.rename(job.directory.path.with_name(".gone"))
+    code, out, _ = run("status", job.root, capsys=capsys)
+    assert code == 0
+    assert "2 sessions, 1 restart, 10 steps lost, 10 s down, goodput 85.0%" in out
+    assert "generation 2 ended at step 90" in out
+    assert r"1 x killed by\x1b[31m SIGKILL" in out
+    document = run_json("status", job.root, capsys=capsys)[1]
+    assert document["jobs"] == []
+    assert document["history"]["steps_lost"] == 10
+    assert [one["generation"] for one in document["history"]["records"]] == [1, 2]
+    _, out, _ = run("inspect", job.root, capsys=capsys)
+    assert "2 sessions, 1 restart, 10 steps lost" in out
+    assert run_json("inspect", job.root, capsys=capsys)[1]["history"]["restarts"] == 1
 
 
 def test_gc_shows_first_and_removes_only_dead_jobs(

@@ -20,11 +20,12 @@ from rich.console import Console
 from support.daemons import two_checkpoints
 
 from flashckpt.checkpoint.catalog import read_manifest
-from flashckpt.cli import common, comparison, diff, gc, inspect, status
+from flashckpt.cli import common, comparison, diff, gc, inspect, status, status_page
 from flashckpt.cli import main as cli
 from flashckpt.cli.output import FittingTable
 from flashckpt.errors import DamagedError, StoreError
-from flashckpt.printable import PrintableFormatter, counted, plain, printable, to_json
+from flashckpt.logs import PrintableFormatter
+from flashckpt.printable import counted, plain, printable, to_json
 from flashckpt.storage.factory import open_store
 
 NASTY = "a[/]\x1b]0;title\x07[bold]\u202eb"
@@ -201,7 +202,7 @@ def test_no_number_or_name_of_a_table_is_cut_in_a_narrow_terminal(width: int, ro
     assert "epoch" not in text, "only what differs is shown"
     assert "…" not in text
     jobs = [status.describe(directory) for directory in common.jobs_on_this_machine()]
-    text = shown(status._table(jobs, "native avx512"), width)
+    text = shown(status_page.table(jobs, "native avx512"), width)
     for word in ("20.g1", "fake", "SNAPSHOT", "avx512"):
         assert word in text
     assert "…" not in text
@@ -230,11 +231,11 @@ def test_inspect_shows_the_values_of_one_rank_and_counts_the_others() -> None:
     document = {"prefix": "p", "job": "j", "created_s": 0, "step": 1, "generation": 1, "parent": None, "tensors": [], "nbytes": 0,
                 "world_size": 1000, "writer_bytes": {}, "values": values}  # fmt: skip
     manifest = type("M", (), {"step": 1})
-    few = shown(inspect._page(document, manifest, everything=False), 100)  # type: ignore[arg-type]
+    few = shown(inspect._page(document, manifest, listed=True, everything=False), 100)  # type: ignore[arg-type]
     assert few.count("rng") == 2
     assert "999 more ranks" in few
     assert "lr = 0.5" in few
-    assert shown(inspect._page(document, manifest, everything=True), 100).count("rng@") == 1000  # type: ignore[arg-type]
+    assert shown(inspect._page(document, manifest, listed=False, everything=True), 100).count("rng@") == 1000  # type: ignore[arg-type]
 
 
 # -- standard streams ---------------------------------------------------------------------------------------

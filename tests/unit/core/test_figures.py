@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.slots import make_pin, shard
 
-from flashckpt.core.figures import Figures, figures_from
+from flashckpt.core.figures import TensorFigures, figures_from
 from flashckpt.core.manifest import Manifest, by_design, decode_manifest, encode_manifest, merge
 from flashckpt.core.manifest_header import HEADER, decode_manifest_header
 from flashckpt.core.values import NO_RANGES
@@ -17,15 +17,15 @@ from flashckpt.planning.packs import index_manifest, plan_packs
 from flashckpt.planning.peer_index import part_of
 
 
-def figures(*largest: float, suspect: tuple[int, ...] = ()) -> Figures:
-    found = Figures.unknown(len(largest))
+def figures(*largest: float, suspect: tuple[int, ...] = ()) -> TensorFigures:
+    found = TensorFigures.unknown(len(largest))
     found.largest[:] = largest
     found.norm[:] = np.arange(len(largest))
     found.suspect[list(suspect)] = True
     return found
 
 
-def slot(rank: int, names: str, noted: Figures | None) -> Manifest:
+def slot(rank: int, names: str, noted: TensorFigures | None) -> Manifest:
     made = make_pin([shard(name, (8,)) for name in names], rank=rank, world_size=2).manifest_
     return replace(made, figures=noted, ranged=NO_RANGES)
 

@@ -414,8 +414,9 @@ def test_node_that_learns_of_a_failure_by_the_others_that_rejoin_says_which(
     if failed:
         findings.publish(before, findings.Finding(rank=3, host="b", cause="killed", step=7))
     agent: Any = SimpleNamespace(_starts=0, _stores=mock.Mock(lost_since_the_round_before=lambda: lost), store=before)
+    agent._pcontext = None
     agent._others = lambda _: stop.Group(store=agent.store, rank=0, size=3)
-    agent._restart_workers = lambda _: setattr(agent, "store", HashStore())
+    agent._restart_judged = lambda *_: setattr(agent, "store", HashStore())
     with caplog.at_level(logging.WARNING, "flashckpt.dlrun"):
         DlrunAgent._join(agent, mock.Mock())
     assert (caplog.messages, agent._starts) == ([said] if said else [], 1)
@@ -472,6 +473,14 @@ def test_changed_import_time_variable_is_named() -> None:
     assert server.changed_at_import({"PYTHONPATH": "x"}, {}) == "PYTHONPATH"
 
 
+def test_dlrun_has_one_thread_when_it_begins_whatever_the_user_says_of_threads() -> None:
+    """numpy starts others at its import: the zygote would be a second interpreter, which imports all of torch again."""
+    code = "import os, flashckpt.daemon.launcher.cli\nprint(len(os.listdir('/proc/self/task')))"
+    chosen = {name: value for name, value in os.environ.items() if name not in server.ONE_THREAD}
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=chosen).stdout
+    assert output.strip() == "1"
+
+
 def test_process_with_a_second_thread_is_not_fit_to_be_forked() -> None:
     code = (
         "import threading, time\nfrom flashckpt.daemon.zygote import server as zygote\nbefore = zygote.unfit()\n"
@@ -490,7 +499,7 @@ def test_process_that_has_counted_its_gpus_is_not_fit_to_be_forked() -> None:
     )
     environment = {**os.environ, **dict.fromkeys(server.ONE_THREAD, "1")}
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    assert output.stdout.strip() == "['', 'an import has asked CUDA for its devices']"
+    assert output.stdout.strip() == "['', 'an import has asked the accelerator for its devices']"
 
 
 def test_messages_keep_bytes_that_are_not_utf8_and_end_with_the_peer() -> None:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
+import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -19,6 +25,7 @@ from flashckpt.daemon.launcher.failure import (
     left_before,
 )
 from flashckpt.daemon.launcher.options import CommandError
+from flashckpt.daemon.zygote import worker
 
 CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:2"
 TRUE = "ValueError: x"
@@ -102,3 +109,54 @@ def test_rank_that_left_with_0_is_blamed_for_lost_connections_and_for_nothing_el
 )
 def test_only_what_a_stop_signal_can_have_done_counts_as_part_of_a_stop(code: int, summary: str, wanted: bool) -> None:
     assert is_of_stop(FailureReport(first=ended(0, code, 1, summary), host="a", cause="x")) is wanted
+
+
+RESET = """  File "/x/torch/utils/data/dataloader.py", line 1291, in _try_get_data
+  File "/usr/lib/python3.11/multiprocessing/connection.py", line 370, in _recv
+ConnectionResetError: [Errno 104] Connection reset by peer"""
+
+
+@pytest.mark.parametrize(
+    ("trace", "wanted"), [(RESET, False), (RESET + "\n/torch/distributed/", True), (RESET[80:], True), ("", True)]
+)
+def test_a_connection_to_a_loader_worker_is_none_to_another_rank(trace: str, wanted: bool) -> None:
+    """Else a dead worker looks like the end of a rank on another node."""
+    item = replace(ended(0, 1, 1, "ConnectionResetError: [Errno 104] Connection reset by peer"), traceback=trace)
+    assert item.is_echo == wanted
+
+
+def test_a_loaders_handler_does_not_disturb_the_report_of_an_error_and_what_it_says_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It raises in the main thread when a worker has ended: before the report, and while the error file is written."""
+
+    def raises(*_: object) -> None:
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+
+    def interrupted(*args: Any, **kwargs: Any) -> str:
+        signal.raise_signal(signal.SIGCHLD)
+        return json.dumps(*args, **kwargs)
+
+    monkeypatch.setattr(worker, "json", SimpleNamespace(dumps=interrupted))
+    path = tmp_path / "error.json"
+    before = signal.signal(signal.SIGCHLD, raises)
+    try:
+        worker._report({"error_file": str(path), "stderr": ""}, ConnectionResetError("reset"))
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert "reset" in path.read_text()
+    monkeypatch.setattr(signal, "signal", mock.Mock(side_effect=[RuntimeError("worker 7"), None]))
+    assert str(worker._undisturbed(ConnectionResetError("reset"))) == "worker 7"
+
+
+def test_a_loaders_handler_that_raises_as_a_report_begins_is_what_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "error.json"
+    raised = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+    monkeypatch.setattr(worker, "_run_script", mock.Mock(side_effect=ConnectionResetError("reset")))
+    begin = mock.Mock(side_effect=[raised, mock.DEFAULT], return_value=raised)
+    monkeypatch.setattr(worker, "_undisturbed", begin)
+    request = {"argv": ["x"], "module": False, "error_file": str(path), "stderr": ""}
+    assert worker.run_recorded(request) == 1
+    assert "DataLoader worker" in path.read_text()

@@ -6,6 +6,7 @@ import errno
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import botocore.exceptions
@@ -15,10 +16,11 @@ from support.agents import pretend_agent
 from torch.distributed import DistNetworkError, DistStoreError
 
 from flashckpt import Checkpointer, errors
-from flashckpt.checkpoint import root_summary
+from flashckpt.checkpoint import catalog
 from flashckpt.daemon.launcher.budget import LONGEST_PAUSE_S, Budget
 from flashckpt.daemon.launcher.failure import FailureReport, WorkerExit
 from flashckpt.daemon.launcher.options import LaunchOutcome
+from flashckpt.daemon.launcher.reporting import _cause
 from flashckpt.daemon.zygote import worker
 from flashckpt.errors import FINAL_CODES, PASSING_CODES, DataError, FlashckptError, RootError, StoreError
 from flashckpt.restore import gather
@@ -238,7 +240,7 @@ def test_a_root_that_stays_away_ends_with_the_code_that_is_tried_again(
     with pytest.raises(StoreError) as caught:
         begin(tmp_path / "root", "stays-away")
     assert caught.value.settle() == StoreError.exit_code
-    assert root_summary.read_root(str(tmp_path / "root"), {}).may_pass
+    assert catalog.read_root(str(tmp_path / "root"), {}).may_pass
 
 
 def ended_with(code: int, error: BaseException | None = None) -> FailureReport:
@@ -276,6 +278,45 @@ def test_what_cannot_pass_is_a_crash_loop_as_before(error: BaseException) -> Non
     assert not report.first.may_pass
     assert budget.spend(fingerprint=report.fingerprint, step=-1).pause_s == 0
     assert budget.spend(fingerprint=report.fingerprint, step=-1).repeats
+
+
+HINTS = "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
+"""Torch says so below each error of a device."""
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        "CUDA error: unspecified launch failure",
+        "CUDA error: uncorrectable ECC error encountered",
+        "CUDA error: unknown error",
+        "CUDA error: CUDA-capable device(s) is/are busy or unavailable",
+        "HIP error: unspecified launch failure",
+        "NPU error: device lost",
+    ],
+)
+def test_a_device_that_fails_at_one_step_again_and_again_is_no_error_of_the_script(says: str) -> None:
+    report, budget = ended_with(1, torch.AcceleratorError(f"{says}\n{HINTS}", 719)), Budget(None)
+    context: Any = SimpleNamespace(standing=[])
+    verdicts = [budget.spend(fingerprint=report.fingerprint, step=5) for _ in range(11)]
+    assert [one.restart for one in verdicts] == [True] * 10 + [False]
+    assert not any(one.repeats for one in verdicts)
+    assert _cause(report.first, context, 0).endswith("an error of the device, its driver or a kernel")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError(f"CUDA error: device-side assert triggered\n{HINTS}", 710),
+        torch.AcceleratorError(f"CUDA error: invalid device ordinal\n{HINTS}", 101),
+        torch.AcceleratorError(f"CUDA error: an illegal memory access was encountered\n{HINTS}", 700),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 65536.00 GiB."),
+    ],
+)
+def test_what_a_program_does_to_a_device_is_an_error_of_the_script(error: BaseException) -> None:
+    report, budget = ended_with(1, error), Budget(None)
+    assert budget.spend(fingerprint=report.fingerprint, step=5).restart
+    assert budget.spend(fingerprint=report.fingerprint, step=5).repeats
 
 
 @pytest.mark.parametrize("code", sorted(PASSING_CODES))

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 from support.ranks import wait_for
+from support.sockets import Made, made, pair
 
 from flashckpt.daemon.machine.process import has_ended, is_stopped
 from flashckpt.daemon.zygote import messages
 from flashckpt.daemon.zygote.client import Unavailable, WarmCopy, ZygoteClient, key_of
+
+__all__ = ["made"]
 
 SILENT = {
     "stopped": None,
@@ -37,22 +38,6 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def worker() -> dict[str, Any]:
     return {"argv": ["x.py"], "module": False, "env": dict(os.environ)}
-
-
-Made = contextlib.ExitStack
-
-
-@pytest.fixture
-def made() -> Iterator[Made]:
-    with contextlib.ExitStack() as stack:
-        yield stack
-
-
-def pair(made: Made) -> tuple[socket.socket, socket.socket]:
-    here, there = socket.socketpair()
-    made.enter_context(here)
-    made.enter_context(there)
-    return here, there
 
 
 def silent(how: str, made: Made) -> tuple[socket.socket, int]:

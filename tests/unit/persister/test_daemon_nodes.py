@@ -15,6 +15,7 @@ from support.daemons import assert_bitwise, daemon_of, forked, identities
 from support.memory_tier import FakeJob
 from support.ranks import wait_for
 
+from flashckpt.checkpoint.intents import Proposals
 from flashckpt.checkpoint.writer import write_packs
 from flashckpt.core.intent import NodeProposal
 from flashckpt.core.snapshot_id import SnapshotId
@@ -22,6 +23,7 @@ from flashckpt.daemon.persister import flush, messaging, negotiation, persist
 from flashckpt.daemon.persister.agreement import Search, choose_proposal, next_candidate, of_other_nodes
 from flashckpt.daemon.persister.housekeeping import Housekeeper
 from flashckpt.daemon.persister.retire import superseded
+from flashckpt.daemon.persister.seeker import Seeker
 from flashckpt.daemon.persister.service import Daemon
 from flashckpt.faults import CRASH_POINTS
 from flashckpt.shm.inventory import scan
@@ -76,6 +78,48 @@ def test_all_nodes_persist_the_same_step_and_it_is_whole(nodes: list[FakeJob]) -
         turn_all(daemons, lambda: all(d.persisting and d.persisting.flush is None for d in daemons), "all to unpin")
         assert [d.error for d in daemons] == ["", "", ""]
     assert_bitwise(nodes, (1, 10))
+
+
+def test_the_snapshot_to_meet_at_is_held_however_long_the_root_takes(
+    nodes: list[FakeJob], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Node 1 has promised step 20. While it waits for the root, step 20 is taken, and five more."""
+    node, read = nodes[1], Proposals.read
+    meeting = SnapshotId(1, 20)
+
+    def slowly(self: Proposals, store: Store, generation: int, *, of_all: bool = True) -> list[NodeProposal]:
+        if (1, 15) in node.common():
+            node.step(20, persist=True)
+            wait_for(lambda: all(rank.segment.busy() for rank in node.ranks), what="step 20 to be held", deadline_s=5)
+            assert all(node.step(step) for step in range(21, 26))
+        return read(self, store, generation, of_all=of_all)
+
+    monkeypatch.setattr(Proposals, "read", slowly)
+    with daemon_of(node) as daemon:
+        node.step(10, persist=True)
+        daemon.turn()
+        assert daemon.persisting is not None
+        leader = NodeProposal(ranks=(0, 1), world_size=2 * NODES, at_least=meeting)
+        Proposals().publish(daemon.persisting._connected(), 1, leader)
+        daemon.turn()
+        assert daemon.persisting.negotiation.sought == meeting
+        node.step(15)
+        daemon.turn()
+        assert meeting in node.common()
+        daemon.turn()
+        assert daemon.persisting.negotiation.candidate == meeting
+
+
+def test_a_limit_on_threads_keeps_nobody_from_asking_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    seeker, asked = Seeker(lambda: pytest.fail("no thread looks")), list[bool]()
+    with seeker.seeking(SnapshotId(1, 20)):
+        asked.append(True)
+    seeker.let_go()
+    assert asked
 
 
 def test_only_the_node_with_rank_0_sweeps_for_all(nodes: list[FakeJob], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,6 +402,51 @@ def test_urgent_request_takes_the_newest_shared_snapshot() -> None:
     two = ready((2, 3), None, complete=((1, 10), (1, 12)))
     assert choose_proposal([one, two]) == ((1, 12), "request")
     assert choose_proposal([one, two], floor=SnapshotId(1, 12)) is None
+
+
+def candidate(
+    search: Search, flagged: list[int], *, newest: int, others: list[NodeProposal], **more: Any
+) -> tuple[Search, SnapshotId | None]:
+    held = [SnapshotId(1, step) for step in flagged]
+    return next_candidate(
+        search, flagged=held, newest=SnapshotId(1, newest), floor=SnapshotId(1, 2), others=others, **more
+    )
+
+
+def test_a_node_offers_what_all_ranks_hold_and_follows_another_in_any_case() -> None:
+    """Pinned by some before all hold it, a snapshot of two slots leaves none for one that all could hold."""
+    silent, common = ready((2, 3), None), SnapshotId(1, 8)
+    for known, wanted in ((None, 12), ([common], 8), ([], None)):
+        search, found = candidate(Search(), [8, 12], newest=12, others=[silent], common=known)
+        assert found == (wanted and SnapshotId(1, wanted)), known
+        assert search.target == (found or Search().target)
+    other = ready((2, 3), SnapshotId(1, 12))
+    assert candidate(Search(), [8, 12], newest=12, others=[other], common=[common])[1] == (1, 12)
+
+
+def test_a_node_that_missed_answers_with_what_it_holds_only_where_others_have_a_slot_for_it() -> None:
+    passed = [ready((2, 3), SnapshotId(1, 10))]
+    for slots, target, wanted in ((3, 12, SnapshotId(1, 12)), (2, 15, None)):
+        search, found = candidate(Search(), [12], newest=12, others=passed, spacing=6, slots=slots)
+        assert (search.target, found) == (SnapshotId(1, target), wanted), slots
+        skipped = Search(target=SnapshotId(1, 10))
+        search, found = candidate(skipped, [12], newest=12, others=passed, spacing=6, slots=slots)
+        assert (search.target, found) == (SnapshotId(1, target), wanted), slots
+
+
+def test_lateness_doubles_the_distance_to_the_next_meeting_and_a_skipped_step_does_not() -> None:
+    search = late = Search(misses=2)
+    for step in range(10, 200, 10):  # it knew the step, and had no slot for it
+        search = Search(target=SnapshotId(1, step), misses=search.misses)
+        search, found = candidate(search, [step + 2], newest=step + 2, others=[ready((2, 3), SnapshotId(1, step))])
+        assert (found, search.target) == (None, SnapshotId(1, step + 4))
+    far = []
+    for step in range(10, 50, 10):  # it learns of the step when that is gone
+        late, found = candidate(
+            Search(misses=late.misses), [step + 2], newest=step + 2, others=[ready((2, 3), SnapshotId(1, step))]
+        )
+        far.append(late.target.step - step - 2)
+    assert far == [2, 4, 8, 16]
 
 
 @settings(max_examples=60, deadline=None)

@@ -16,9 +16,10 @@ from flashckpt import accelerator
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.planning.pieces import Runs
 from flashckpt.restore import device_rows, live_memory
-from flashckpt.restore.destinations import address_of, scatter
+from flashckpt.restore.destinations import scatter
 from flashckpt.restore.device_rows import DeviceRows
 from flashckpt.restore.requirements import LiveRows
+from flashckpt.shm.segment_file import address_of
 from flashckpt.state.placement import boxes_of, shard_of
 
 SCHEDULES = ["", "main", "side"]

@@ -17,8 +17,7 @@ from flashckpt.core.shard import Shard
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.restore import requirements as module
 from flashckpt.restore import unexpected
-from flashckpt.restore.foreseen_state import foreseen_state
-from flashckpt.restore.requirements import LiveState, Requirements, requirements
+from flashckpt.restore.requirements import LiveState, Requirements, foreseen_state, requirements
 from flashckpt.restore.source_names import SourceNames
 from flashckpt.state import named_groups, optimizer_state
 from flashckpt.state.placement import World

@@ -21,9 +21,10 @@ from flashckpt.planning.pieces import JOB_BYTES, cut_pieces
 from flashckpt.planning.read_plan import plan_reads
 from flashckpt.restore import executor as restore
 from flashckpt.restore import sources
-from flashckpt.restore.destinations import Destinations, address_of
+from flashckpt.restore.destinations import Destinations
 from flashckpt.restore.executor import RestoreCounts, Target, execute_reads
 from flashckpt.restore.sources import Source, StorageSource
+from flashckpt.shm.segment_file import address_of
 from flashckpt.storage.factory import open_store
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]

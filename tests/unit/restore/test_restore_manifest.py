@@ -17,7 +17,8 @@ from support.slots import make_pin, shard
 from flashckpt import Checkpointer
 from flashckpt.checkpoint import catalog, indexes
 from flashckpt.checkpoint.catalog import read_manifest
-from flashckpt.checkpoint.writer import MANIFEST, commit, persist_slot
+from flashckpt.checkpoint.root_records import MANIFEST
+from flashckpt.checkpoint.writer import commit, persist_slot
 from flashckpt.core.manifest import encode_manifest, merge
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.core.values import concatenate, cut

@@ -428,10 +428,10 @@ def trains_with_a_watched_store(rank: int, root: str) -> dict[str, Any]:
     """Two nodes of one rank each; what is common is waited for between steps, outside `ckpt.step()`."""
     import torch.distributed as dist
 
-    from flashckpt.session import node_place
+    from flashckpt.session import opening
 
     watched = WatchedStore(dist.distributed_c10d._get_default_store())
-    node_place._c10d_store = lambda: watched
+    opening._c10d_store = lambda: watched
     result = train_spread(rank, "plain", root, [0, 1], 4, {"slots": 3})
     return {
         "first": result["first"],

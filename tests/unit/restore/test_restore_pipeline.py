@@ -27,11 +27,12 @@ from flashckpt.planning.inventory import HeldSlot, Inventory, Member
 from flashckpt.planning.selection import RootSummary, select, slot_locations
 from flashckpt.restore import candidate, candidate_restore, live_memory
 from flashckpt.restore.absent_state import absent_state
-from flashckpt.restore.destinations import address_of, copy_bytes
+from flashckpt.restore.destinations import copy_bytes
 from flashckpt.restore.executor import collector_paused
 from flashckpt.restore.requirements import LiveState, requirements
 from flashckpt.restore.source_names import SourceNames
 from flashckpt.restore.votes import Ballot, CandidateState, Rejection, Vote, attempted, hold
+from flashckpt.shm.segment_file import address_of
 from flashckpt.state.placement import World
 from flashckpt.state.registry import StateRegistry
 
@@ -339,6 +340,7 @@ def others(monkeypatch: pytest.MonkeyPatch) -> list[Vote]:
     """Votes of other ranks, which every exchange has behind this rank's."""
     votes: list[Vote] = []
     monkeypatch.setattr(collectives, "all_gather", lambda mine: [mine, *(vote.pack() for vote in votes)])
+    monkeypatch.setattr(collectives, "is_alone", lambda: False)
     return votes
 
 

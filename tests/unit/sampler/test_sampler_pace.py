@@ -43,6 +43,13 @@ def forever(loader: Any) -> Iterator[Any]:
         yield from loader
 
 
+@pytest.fixture(autouse=True)
+def _only_what_is_asked_for_is_said(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    yield
+    if "is_said" not in request.node.name:
+        assert "leaves out a batch" not in caplog.text
+
+
 KINDS: list[tuple[str, dict[str, Any]]] = [
     ("plain", {}),
     ("micro", {}),
@@ -233,12 +240,36 @@ def leaving_out(sampler: ElasticSampler, batches: Iterator[Any], times: int) -> 
         next(batches)  # its loss is not finite: no step
 
 
-def test_a_batch_that_is_left_out_once_is_not_yet_an_error_and_a_rule_is() -> None:
+def test_a_batch_that_is_left_out_once_is_said_and_as_a_rule_an_error(caplog: pytest.LogCaptureFixture) -> None:
     sampler = ElasticSampler(10_000, dp_rank=0, dp_size=1, global_batch_size=MICRO)
     batches = iter(DataLoader(Numbers(10_000), batch_size=MICRO, sampler=sampler))
     leaving_out(sampler, batches, 3)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert f"took {2 * MICRO} samples since its last step, over all replicas, and commits {MICRO}" in said
+    assert f"call sampler.commit({MICRO})" in said
     with pytest.raises(SamplerStateError, match="takes more samples for each step"):
         leaving_out(sampler, batches, 60)
+
+
+@pytest.mark.parametrize("options", [{}, {"workers": 2}])
+def test_a_batch_that_is_left_out_and_committed_comes_once(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    sampler = ElasticSampler(N, dp_rank=0, dp_size=1, global_batch_size=MICRO * 2)
+    seen: list[int] = []
+    for number, batch in enumerate(loader_of(sampler, **options)):
+        seen += batch.tolist()
+        if number % 7 == 3:
+            sampler.commit(MICRO)
+        elif number % 7 in (1, 4, 6):
+            sampler.commit()
+        if number == 20:
+            break
+    again = ElasticSampler(N, dp_rank=0, dp_size=1, global_batch_size=MICRO * 2)
+    again.load_state_dict(sampler.state_dict())
+    seen += [number for batch in loader_of(again) for number in batch.tolist()]
+    assert sorted(seen[:N]) == list(range(N))
+    assert not caplog.records
 
 
 def test_samples_that_are_said_with_each_step_are_counted_too() -> None:

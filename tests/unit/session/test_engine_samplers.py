@@ -133,7 +133,7 @@ def test_a_loop_that_fetches_its_batches_ahead_is_told_so_once_and_workers_that_
         commits.commit({"data": sampler}, None, step)
     found = [r.getMessage() for r in caplog.records]
     assert len(found) == said
-    assert not said or "'data' has 4 samples that are fetched and not yet trained" in found[0]
+    assert not said or "'data' has 4 samples that are fetched and not committed" in found[0]
 
 
 GAPS = [  # what each rank tracks, and whether together they deal everything

@@ -25,7 +25,8 @@ from flashckpt import Checkpointer
 from flashckpt.checkpoint.catalog import list_checkpoints, newest_checkpoint, read_manifest
 from flashckpt.checkpoint.generations import claim_generation, read_generations
 from flashckpt.checkpoint.retention import Policy
-from flashckpt.checkpoint.writer import commit, persist_slot, prefix_of
+from flashckpt.checkpoint.root_records import prefix_of
+from flashckpt.checkpoint.writer import commit, persist_slot
 from flashckpt.core.intent import NodeMessage
 from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId

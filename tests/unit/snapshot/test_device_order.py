@@ -23,6 +23,7 @@ from flashckpt.snapshot import device, stager
 from flashckpt.snapshot.copy import Buffer, Item, StalePlanError, source_of
 from flashckpt.snapshot.copy_plan import CopyPlan
 from flashckpt.snapshot.device import DeviceCopier, SmallBatch, SmallBatches
+from flashckpt.snapshot.runs import Offer
 from flashckpt.state.placement import current_world
 from flashckpt.state.registry import StateRegistry
 from flashckpt.state.state_layout import StateLayout
@@ -269,6 +270,37 @@ def test_a_write_between_step_and_fence_discards_the_snapshot_of_a_device(
         finished(ckpt)
         assert ckpt.stats["snapshots"] == 2
         crash(ckpt)
+
+
+def test_a_fence_that_comes_before_the_copies_are_queued_does_not_wait_until_they_have_arrived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, fence_is_there, arrive = nn.Linear(8, 8), threading.Event(), threading.Event()
+    join, enqueue, happen = Offer.join, DeviceCopier.enqueue, FakeEvent.synchronize
+    with tensors_as_on_a_device(monkeypatch):
+        ckpt = opened(tmp_path / "root", model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+        def join_late(offer: Offer) -> None:
+            fence_is_there.set()
+            join(offer)
+
+        def enqueue_later(*given: Any, **more: Any) -> Any:
+            fence_is_there.wait(30)
+            return enqueue(*given, **more)
+
+        monkeypatch.setattr(Offer, "join", join_late)
+        monkeypatch.setattr(DeviceCopier, "enqueue", enqueue_later)
+        monkeypatch.setattr(FakeEvent, "synchronize", lambda event: (arrive.wait(60), happen(event))[1])
+        ckpt.step(1)
+        fencing = threading.Thread(target=ckpt.fence)
+        fencing.start()
+        fencing.join(30)
+        waits = fencing.is_alive()
+        arrive.set()
+        fencing.join()
+        finished(ckpt)
+        crash(ckpt)
+    assert not waits, "the fence waited for the device"
 
 
 class Returns:

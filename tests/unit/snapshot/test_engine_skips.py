@@ -21,7 +21,7 @@ from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister import coordinator
 from flashckpt.daemon.persister.service import Daemon
-from flashckpt.session.skips import Skips
+from flashckpt.session.durability import Skips
 from flashckpt.shm.inventory import pin_all, release, scan
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.storage.factory import open_store

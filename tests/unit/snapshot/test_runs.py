@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures.thread
 import os
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from flashckpt import faults
 from flashckpt.core.digest import CHUNK_BYTES, chunk_digests
 from flashckpt.native import UnusableMemoryError, copy_and_digest
+from flashckpt.native.numbers import FIGURES
 from flashckpt.snapshot import runs
 from flashckpt.snapshot.copy import Buffer, Item, StalePlanError
 from flashckpt.snapshot.runs import HostRuns, digest_in_slot, places_of
@@ -80,6 +83,69 @@ def test_what_is_copied_without_digests_gets_the_same_ones_in_the_slot(copied_by
     slot.runs.copy(slot.buffer)
     digest_in_slot(places_of(slot.items), slot.buffer, slot.digests)
     assert np.array_equal(slot.digests, np.concatenate([chunk_digests(tensor.numpy()) for tensor in tensors]))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_what_arrives_gets_the_same_digests_from_any_number_of_threads(
+    monkeypatch: pytest.MonkeyPatch, copied_by: str, threads: int
+) -> None:
+    monkeypatch.setattr(runs, "_HANDED_BYTES", CHUNK_BYTES)
+    tensors = [torch.randn(size) for size in SIZES]
+    slot = Slot(tensors)
+    slot.runs.copy(slot.buffer)
+    handed: list[int] = []
+    digest = runs.digest_in_slot
+
+    def counted(places: Any, *of: Any) -> None:
+        handed.append(len(places))
+        digest(places, *of)
+
+    monkeypatch.setattr(runs, "digest_in_slot", counted)
+    batches = [slot.items[:3], [], slot.items[3:]]
+    noted, alone = (np.zeros(len(slot.digests), FIGURES) for _ in range(2))
+    digest(places_of(slot.items), slot.buffer, slot.digests.copy(), alone)
+    assert runs.digest_arrivals(batches, slot.buffer, slot.digests, noted, threads=threads) > 0
+    assert (noted == alone).all()
+    assert noted["top"].any()
+    assert len(handed) >= 5, "a long tensor is for several threads"
+    assert np.array_equal(slot.digests, np.concatenate([chunk_digests(tensor.numpy()) for tensor in tensors]))
+
+
+@pytest.mark.parametrize("why", ["the interpreter is ending", "a limit on threads"])
+def test_where_no_thread_can_be_started_the_calling_one_digests(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    if why == "a limit on threads":
+        monkeypatch.setattr(threading.Thread, "start", refused)
+    else:
+        monkeypatch.setattr(concurrent.futures.thread, "_shutdown", True)
+    tensors = [torch.randn(size) for size in SIZES]
+    slot = Slot(tensors)
+    slot.runs.copy(slot.buffer)
+    runs.digest_arrivals([slot.items], slot.buffer, slot.digests, threads=2)
+    assert np.array_equal(slot.digests, np.concatenate([chunk_digests(tensor.numpy()) for tensor in tensors]))
+
+
+def test_a_batch_that_fails_to_arrive_is_raised_when_no_thread_reads_the_slot_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slot, running = Slot([torch.ones(9)]), threading.Event()
+    read: list[bool] = []
+
+    def digest(*_: Any) -> None:
+        running.wait(30)
+        read.append(True)
+
+    def arrivals() -> Any:
+        yield slot.items
+        running.set()
+        raise OSError("the device is lost")
+
+    monkeypatch.setattr(runs, "digest_in_slot", digest)
+    with pytest.raises(OSError, match="the device is lost"):
+        runs.digest_arrivals(arrivals(), slot.buffer, slot.digests, threads=2)
+    assert read == [True]
 
 
 def test_any_number_of_tensors_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,7 +154,9 @@ def test_the_same_on_a_device(kind: str, tmp_path: Path, monkeypatch: pytest.Mon
         ckpt.on_failure = failures.append
         enter = ckpt._alive()._stager._lanes.enqueue
         monkeypatch.setattr(
-            ckpt._alive()._stager._lanes, "enqueue", lambda *given: (may_copy.wait(30), enter(*given))[1]
+            ckpt._alive()._stager._lanes,
+            "enqueue",
+            lambda *given, **more: (may_copy.wait(30), enter(*given, **more))[1],
         )
         for step in (1, 2, 3):
             may_copy.clear()

@@ -16,8 +16,9 @@ from support.slots import make_pin, shard
 from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.checkpoint.generations import claim_generation
 from flashckpt.checkpoint.retention import Policy
+from flashckpt.checkpoint.root_records import prefix_of
 from flashckpt.checkpoint.sweeping import sweep
-from flashckpt.checkpoint.writer import commit, persist_slot, prefix_of
+from flashckpt.checkpoint.writer import commit, persist_slot
 from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister.housekeeping import sweep_root

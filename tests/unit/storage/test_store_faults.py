@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import http.server
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -16,16 +15,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.paths import TESTS
 from support.proxy import Proxy
-from support.ranks import wait_for
 from support.s3 import Server, free_port, s3_server
 from support.slots import make_pin, shard
 
 from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.checkpoint.generations import claim_generation, owns_generation
 from flashckpt.checkpoint.indexes import missing_writers
-from flashckpt.checkpoint.writer import commit, persist_slot, prefix_of
+from flashckpt.checkpoint.root_records import prefix_of
+from flashckpt.checkpoint.writer import commit, persist_slot
 from flashckpt.core.lineage import Generation
 from flashckpt.errors import ConfigError, DamagedError, FlashckptError, RootError, StoreError
 from flashckpt.storage.conditional import publish_unconditional
@@ -61,10 +59,6 @@ def blob(parts: int) -> list[memoryview]:
 
 def writes(store: Store) -> list[Callable[[], None]]:
     return [store.check, lambda: store.put("a", b"x"), lambda: store.put_object("a", blob(2))]
-
-
-def unfinished(server: Server) -> list[str]:
-    return [u["Key"] for u in server.client().list_multipart_uploads(Bucket=server.bucket).get("Uploads") or ()]
 
 
 # -- the root is unusable: said at once, told apart --------------------------------------------------
@@ -192,64 +186,6 @@ def test_memory_roots_are_known_as_such() -> None:
     assert not is_process_local("/tmp/run")
 
 
-# -- the server or the network misbehaves in the middle ----------------------------------------------
-
-
-@both
-def test_server_stopped_and_restarted_in_mid_upload_the_upload_completes(
-    server: Server, proxy: Proxy, backend: str, tmp_path: Path
-) -> None:
-    store = through(proxy, server, tmp_path.name, backend=backend, retries=8)
-    seen = threading.Event()
-
-    class Parts:
-        def __iter__(self) -> Iterator[memoryview]:
-            for number, part in enumerate(blob(6)):
-                if number == 5 and not seen.is_set():
-                    wait_for(lambda: proxy.uploaded > PART_BYTES, what="the first part on its way")
-                    seen.set()
-                yield part
-
-    upload = threading.Thread(target=store.put_object, args=("big", Parts(), 6 * PART_BYTES))
-    upload.start()
-    assert seen.wait(60)
-    proxy.stop()
-    proxy.start()
-    upload.join(100)
-    assert not upload.is_alive()
-    out = bytearray(6 * PART_BYTES)
-    store.get_range("big", 0, memoryview(out))
-    assert bytes(out) == b"".join(blob(6))
-    assert unfinished(server) == []
-    store.close()
-
-
-@both
-def test_server_that_stays_away_fails_the_upload_and_the_next_one_succeeds(
-    server: Server, proxy: Proxy, backend: str, tmp_path: Path
-) -> None:
-    store = through(proxy, server, tmp_path.name, backend=backend, retries=2)
-
-    class Parts:
-        def __iter__(self) -> Iterator[memoryview]:
-            for number, part in enumerate(blob(6)):
-                if number == 5:
-                    proxy.stop()
-                yield part
-
-    with pytest.raises(StoreError, match=r"big|endpoint of s3://.* cannot be reached"):
-        store.put_object("big", Parts(), 6 * PART_BYTES)
-    proxy.start()
-    assert store.head("big") is None
-    store.put_object("big", blob(2), 2 * PART_BYTES)
-    info = store.head("big")
-    assert info is not None
-    assert info.nbytes == 2 * PART_BYTES
-    server.open(tmp_path.name, backend=backend).sweep(older_than_s=0)
-    assert unfinished(server) == []
-    store.close()
-
-
 @both
 def test_answer_cut_in_its_body_is_read_again(server: Server, proxy: Proxy, backend: str, tmp_path: Path) -> None:
     data = np.random.default_rng(1).integers(0, 256, 5 << 20, dtype=np.uint8)
@@ -275,80 +211,6 @@ def test_server_that_never_answers_is_given_up(server: Server, proxy: Proxy, bac
     store.put("a", b"x")
     assert store.get("a") == b"x"
     store.close()
-
-
-@both
-def test_slow_server_only_takes_longer(server: Server, proxy: Proxy, backend: str, tmp_path: Path) -> None:
-    store = through(proxy, server, tmp_path.name, backend=backend)
-    proxy.bytes_s = 30e6
-    store.put_object("big", blob(3), 3 * PART_BYTES)
-    info = store.head("big")
-    assert info is not None
-    assert info.nbytes == 3 * PART_BYTES
-    store.close()
-
-
-PERSIST = """
-import sys
-from support.slots import make_pin, shard
-from flashckpt.checkpoint.writer import PersistOptions, persist_slot
-from support.s3 import Server
-server = Server(endpoint=sys.argv[1], bucket=sys.argv[2])
-pin = make_pin([shard("w", (14_000_000,))])
-persist_slot(pin, server.open(sys.argv[3], backend=sys.argv[4]), "step-000000010.g1")
-"""
-
-
-@both
-def test_killed_in_mid_upload_nothing_is_visible_and_the_sweep_aborts_it(
-    server: Server, backend: str, tmp_path: Path
-) -> None:
-    root = TESTS
-    done = subprocess.run(
-        [sys.executable, "-c", PERSIST, server.endpoint, server.bucket, tmp_path.name, backend],
-        env={**os.environ, "FLASHCKPT_CRASH_AT": "persist.during-pack:3", "PYTHONPATH": f"{root}:{root.parent}"},
-        timeout=90,
-        check=False,
-    )
-    assert done.returncode == -signal.SIGKILL
-    store = server.open(tmp_path.name, backend=backend)
-    assert store.list() == []
-    if REAL:  # moto says 2010 for every upload
-        assert store.sweep(older_than_s=3600) == []  # it might be a living writer's
-    left = unfinished(server)
-    assert len(store.sweep(older_than_s=0)) == len(left) == 1
-    assert unfinished(server) == []
-    pin = make_pin([shard("w", (14_000_000,))])
-    persist_slot(pin, store, "step-000000010.g1")
-    assert commit(store, "step-000000010.g1", [0])
-    assert [info.step for info in list_checkpoints(store)] == [10]
-    store.close()
-
-
-MEMORY = """
-import resource, sys
-from support.s3 import Server
-store = Server(endpoint=sys.argv[1], bucket=sys.argv[2]).open(sys.argv[3], backend=sys.argv[4])
-part = memoryview(bytes(range(256)) * (1 << 16))
-store.put_object("warm", [part] * 2)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-store.put_object("big", [part] * 8)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-"""
-
-
-@both
-def test_memory_of_an_upload_is_bounded_by_the_parts_in_flight(server: Server, backend: str, tmp_path: Path) -> None:
-    root = TESTS
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY, server.endpoint, server.bucket, tmp_path.name, backend],
-        env={**os.environ, "PYTHONPATH": f"{root}:{root.parent}"},
-        timeout=90,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    assert int(done.stdout) < 110 << 10  # KiB; the object has 128 MiB
 
 
 # -- surprises of object stores ----------------------------------------------------------------------

@@ -13,7 +13,8 @@ from support.s3 import Server, s3_server
 from support.slots import make_pin, shard
 
 from flashckpt.checkpoint.catalog import list_checkpoints
-from flashckpt.checkpoint.writer import MANIFEST, commit, persist_slot, prefix_of
+from flashckpt.checkpoint.root_records import MANIFEST, prefix_of
+from flashckpt.checkpoint.writer import commit, persist_slot
 from flashckpt.errors import DamagedError, FlashckptError, StoreError
 from flashckpt.storage.etags import Tags
 from flashckpt.storage.store import PART_BYTES, Store

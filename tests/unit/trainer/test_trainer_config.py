@@ -14,6 +14,7 @@ from support.agents import pretend_agent
 from support.paths import ROOT
 
 from flashckpt.errors import ConfigError, FlashckptError, LayoutError
+from flashckpt.trainer import __main__ as command
 from flashckpt.trainer.config import from_values, read_config, to_toml, to_values
 from flashckpt.trainer.config.changes import compare, recorded_values, refuse_changes
 from flashckpt.trainer.model.transformer import Transformer
@@ -401,3 +402,31 @@ def test_a_checkpoint_of_other_rotary_pairs_is_not_gone_on_with() -> None:
 def test_a_model_that_cannot_be_meant_is_refused(model: Any, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         from_values({"model": model})
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "problem"),
+    [
+        ("hub", ["export", "--tok", "folder", "root", "out"], "No such option '--tok'"),
+        ("hub", ["import", "folder"], "Missing argument 'ROOT'"),
+        ("hub", [], "Missing command"),
+        ("generate", ["source", "prompt", "--max", "3"], "No such option '--max'"),
+        ("plan", ["--gpus", "8"], "Missing option '--gpu'"),
+        ("plan", ["--gpus", "0", "--gpu", "h100"], "'0' is not a number from 1"),
+    ],
+)
+def test_a_wrong_command_line_is_one_error_and_no_flag_can_be_shortened(
+    name: str, words: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main([name, *words]) == 10
+    out, err = capsys.readouterr()
+    assert (out, problem in err, err.count("exit code 10")) == ("", True, 1)
+
+
+@pytest.mark.parametrize("words", [["plan"], ["hub"], ["hub", "export"], ["generate"]])
+def test_every_command_explains_itself(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = command.main([*words, "--help"])
+    except SystemExit as done:
+        code = int(done.code or 0)
+    assert (code, capsys.readouterr().out[:6]) == (0, "Usage:")

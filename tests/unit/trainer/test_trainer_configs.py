@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.built_rank import built_rank
 from support.paths import ROOT
 
 from flashckpt.trainer.config import read_config
-from flashckpt.trainer.dry_run.command import describe
+from flashckpt.trainer.dry_run.command import describe, slot_of
+from flashckpt.trainer.dry_run.kinds import rank_kinds
 from flashckpt.trainer.dry_run.options import DryRunOptions
 from flashckpt.trainer.dry_run.report import as_text
 from flashckpt.trainer.hub.hub_config import from_hub, to_hub
 from flashckpt.trainer.model.flops import count_parameters
 from flashckpt.trainer.parallel.layout import resolve_layout
 from flashckpt.trainer.parallel.switches import with_precision
-from flashckpt.trainer.plan.activations import estimate
 from flashckpt.trainer.plan.held import held
 
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
@@ -68,18 +69,18 @@ def world_of(path: Path) -> int:
     return parallel.pp * parallel.dp_replicate * abs(parallel.dp_shard) * parallel.tp
 
 
-def planned_as_counted(path: Path, world: int, found: dict[str, Any]) -> None:
-    """The arithmetic of `plan` has the bytes of every kind of rank, to the byte."""
+def is_as_built(path: Path, world: int) -> None:
+    """What is computed of every kind of rank is what one of them holds that is built, to the byte."""
     config = read_config(path)
     config = with_precision(config, "cpu" if config.train.device == "cpu" else "cuda")
     layout = resolve_layout(config, world)
-    for row in found["ranks"]:
-        for shard in (row["dp_shard"][0], row["dp_shard"][-1]):
-            planned = held(config, layout, row["pp"][0], shard)
-            counted = (row["parameter_bytes"], row["gradient_bytes"], row["optimizer_bytes"])
-            assert (planned.parameters, planned.gradients, planned.optimizer) == counted
-        guess = estimate(config, layout, row["pp"][0], block=planned.block, rest=planned.rest, whole=planned.whole)
-        assert guess.gathered == row["estimate"]["gathered_bytes"]
+    for kind in rank_kinds(config, layout):
+        there = built_rank(config, layout, kind.example(layout))
+        for shard in (kind.shards[0], kind.shards[-1]):
+            found = held(config, layout, kind.pp_ranks[-1], shard)
+            assert (found.parameters, found.gradients) == (there.parameters, there.gradients)
+            assert (found.optimizer, found.whole) == (there.optimizer, there.whole)
+        assert slot_of(config, layout, kind).data_capacity == there.slot_data
 
 
 def alike(line: str, other: str) -> bool:
@@ -95,7 +96,9 @@ SHOWN = {"llama3-8b": "trainer.md", "llama3-405b": "trainer-dry-run.md"}
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_a_shipped_configuration_is_built_by_a_dry_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shipped_configuration_holds_what_its_ranks_hold_when_they_are_built(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir("/")  # a snapshot holds the folder that a run began in, and its bytes are counted
     world = world_of(path)
     found = describe(read_config(path), DryRunOptions(world=world, ranks_per_node=min(8, world)))
@@ -108,7 +111,7 @@ def test_a_shipped_configuration_is_built_by_a_dry_run(path: Path, monkeypatch: 
     assert copies >= 4 * held  # what tensor-parallel ranks hold alike is there several times
     assert found["checkpoint"]["bytes"] >= 12 * held
     assert found["checkpoint"]["bytes"] == pytest.approx(12 * held, rel=1e-3)
-    planned_as_counted(path, world, found)
+    is_as_built(path, world)
     if path.stem in SHOWN:
         page = (ROOT / "docs" / SHOWN[path.stem]).read_text()
         for line in as_text(found).splitlines():

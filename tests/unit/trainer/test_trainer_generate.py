@@ -208,7 +208,7 @@ def test_a_folder_is_asked_and_stops_at_its_end_token(tmp_path: Path, capsys: An
 
 
 WRONG: list[tuple[list[str], int, str]] = [
-    (["SOURCE"], ConfigError.exit_code, "the following arguments are required: PROMPT"),
+    (["SOURCE"], ConfigError.exit_code, "Missing argument 'PROMPT'"),
     (["NOTHING", "x"], ConfigError.exit_code, "'NOTHING' is no model"),
     (["", "x"], ConfigError.exit_code, "'' is no model"),
     (["FILE", "x"], ConfigError.exit_code, "found: a file"),
@@ -220,7 +220,7 @@ WRONG: list[tuple[list[str], int, str]] = [
     (["HUB", "x", "--top-p", "0"], ConfigError.exit_code, "--top-p is out of range"),
     (["HUB", "x", "--max-tokens", "0"], ConfigError.exit_code, "--max-tokens is out of range"),
     (["HUB", "x", "--seed", "-3"], ConfigError.exit_code, "--seed is out of range"),
-    (["HUB", "x", "--seed", "y"], ConfigError.exit_code, "invalid int value"),
+    (["HUB", "x", "--seed", "y"], ConfigError.exit_code, "'y' is not a valid integer"),
     (["HUB", "x", "--tokenizer", "NOTHING"], ConfigError.exit_code, "the tokenizer NOTHING cannot be read"),
     (["HUB", "x", "--tokenizer", "EMPTY"], ConfigError.exit_code, "holds no tokenizer"),
     (["HUB", "x" * LENGTH], ConfigError.exit_code, "the prompt is longer than the model's context"),

@@ -269,8 +269,8 @@ def test_an_export_casts_and_replaces_only_what_it_wrote(tmp_path: Path, capsys:
         (["export", "root", "out", "--step", "9"], NoCheckpointError.exit_code, "no checkpoint of step 9"),
         (["export", "root", "out", "--dtype", "int3"], ConfigError.exit_code, "cannot be cast"),
         (["export", "root", "out", "--tokenizer", "empty"], ConfigError.exit_code, "holds no tokenizer"),
-        (["sideways"], ConfigError.exit_code, "invalid choice"),
-        (["import", "hf"], ConfigError.exit_code, "required: ROOT"),
+        (["sideways"], ConfigError.exit_code, "No such command 'sideways'"),
+        (["import", "hf"], ConfigError.exit_code, "Missing argument 'ROOT'"),
     ],
 )
 def test_bad_words_are_one_error(words: list[str], code: int, said: str, tmp_path: Path, capfd: Any) -> None:

@@ -14,7 +14,8 @@ from flashckpt.errors import ConfigError, LayoutError
 from flashckpt.trainer.config import RunConfig, from_values, read_config, to_toml
 from flashckpt.trainer.config.changes import compare, recorded_values
 from flashckpt.trainer.config.model import ModelConfig
-from flashckpt.trainer.config.optim import EmaConfig, GroupConfig, OptimConfig, parameter_names
+from flashckpt.trainer.config.optim import EmaConfig, GroupConfig, OptimConfig
+from flashckpt.trainer.config.weights import parameter_names, weights
 from flashckpt.trainer.model.transformer import Transformer
 from flashckpt.trainer.optim.average import WeightAverage
 from flashckpt.trainer.optim.builders import apply_settings, build_optimizers, set_rate, settings_of
@@ -42,10 +43,12 @@ def with_gradients(model: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_the_names_that_patterns_are_checked_against_are_those_of_the_model(model: Any) -> None:
-    values = from_values({"model": {**SMALL, **model}})
-    from flashckpt.trainer.config import to_values
-
-    assert set(parameter_names(to_values(values)["model"])) == {n for n, _ in small(**model).named_parameters()}
+    config = from_values({"model": {**SMALL, **model}}).model
+    built = {name: tuple(one.shape) for name, one in small(**model).named_parameters()}
+    assert set(parameter_names(config)) == set(built)
+    for place, where in ((-1, ""), (0, "layers.1."), (1, "")):
+        listed = {where + weight.name: weight.shape for weight in weights(config, place)}
+        assert listed.items() <= built.items()
 
 
 def torchs_own(name: str, model: nn.Module) -> list[torch.optim.Optimizer]:

@@ -1,4 +1,4 @@
-"""`plan`: its bytes against ranks that a dry run builds, and against measured peaks."""
+"""`plan` and the dry run: their bytes against ranks that are built, and against measured peaks."""
 
 from __future__ import annotations
 
@@ -7,24 +7,43 @@ from typing import Any
 
 import pytest
 import torch
+from support.built_rank import built_rank
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from flashckpt.trainer.config import from_values
-from flashckpt.trainer.dry_run.command import describe
-from flashckpt.trainer.dry_run.options import DryRunOptions
+from flashckpt.trainer.config import RunConfig, from_values
+from flashckpt.trainer.dry_run.command import slot_of
+from flashckpt.trainer.dry_run.kinds import rank_kinds
 from flashckpt.trainer.model import kept
 from flashckpt.trainer.model.loss import per_token_loss
 from flashckpt.trainer.model.recompute import parse_recompute
 from flashckpt.trainer.model.transformer import Transformer
-from flashckpt.trainer.parallel.layout import resolve_layout
+from flashckpt.trainer.parallel.layout import Layout, resolve_layout
 from flashckpt.trainer.plan.activations import estimate
 from flashckpt.trainer.plan.forecast import memory
 from flashckpt.trainer.plan.held import held, stored_bytes
 
 ODD: dict[str, Any] = {"dim": 24, "heads": 4, "kv_heads": 2, "ffn": 40, "layers": 4, "head_dim": 8, "qkv_bias": True}
 SPARSE = {**ODD, "qk_norm": True, "experts": 4, "ffn": 16, "shared_ffn": 24, "tied_embeddings": True}
+PAGES = 8 * 4096
+"""How far the room for a manifest may be off: it is made for the text of random states, among other values."""
+
+
+def is_as_built(config: RunConfig, layout: Layout) -> None:
+    """What is computed of each kind of rank is what one of them holds that is built, to the byte."""
+    for kind in rank_kinds(config, layout):
+        there = built_rank(config, layout, kind.example(layout))
+        found = held(config, layout, kind.pp_ranks[-1], kind.shards[-1])
+        assert (found.parameters, found.gradients, found.optimizer) == (
+            there.parameters,
+            there.gradients,
+            there.optimizer,
+        )
+        assert (found.block, found.rest, found.whole) == (there.block, there.rest, there.whole)
+        slot = slot_of(config, layout, kind)
+        assert slot.data_capacity == there.slot_data
+        assert abs(slot.slot_bytes - there.slot) <= PAGES
 
 
 @pytest.mark.parametrize(
@@ -40,25 +59,20 @@ SPARSE = {**ODD, "qk_norm": True, "experts": 4, "ffn": 16, "shared_ffn": 24, "ti
         (4, {"dp_replicate": 2, "tp": 2, "sync_every": 4, "outer_rate": 1.0, "outer_momentum": 0.0}, ODD),
     ],
 )
-def test_bytes_of_odd_layouts_are_those_that_a_dry_run_counts(world: int, parallel: Any, model: Any) -> None:
+def test_bytes_of_odd_layouts_are_those_of_ranks_that_are_built(world: int, parallel: Any, model: Any) -> None:
     config = from_values({"model": model, "parallel": parallel, "train": {"global_batch": 24}})
-    layout = resolve_layout(config, world)
-    for row in describe(config, DryRunOptions(world=world))["ranks"]:
-        found = held(config, layout, row["pp"][0], row["dp_shard"][-1])
-        counted = (row["parameter_bytes"], row["gradient_bytes"], row["optimizer_bytes"])
-        assert (found.parameters, found.gradients, found.optimizer) == counted
+    is_as_built(config, resolve_layout(config, world))
 
 
 @pytest.mark.parametrize("parallel", [{"ep": 2}, {"ep": 1}, {"ep": 2, "tp": 2}, {"ep": 4}, {}])
-def test_what_is_gathered_of_experts_is_counted_as_a_dry_run_counts_it(parallel: Any) -> None:
+def test_what_is_gathered_of_experts_is_what_a_built_rank_gathers(parallel: Any) -> None:
     train = {"global_batch": 24, "precision": "float32"}
     config = from_values({"model": SPARSE, "parallel": parallel, "train": train})
     world = 4 * parallel.get("tp", 1)
     layout = resolve_layout(config, world)
     found = held(config, layout, 0)
-    (row, *_) = describe(config, DryRunOptions(world=world))["ranks"]
-    guess = estimate(config, layout, 0, block=found.block, rest=found.rest, whole=found.whole)
-    assert row["estimate"]["gathered_bytes"] == guess.gathered
+    there = built_rank(config, layout, 0)
+    assert (found.block, found.rest, found.whole) == (there.block, there.rest, there.whole)
     every = 4 * 3 * 4 * 16 * 24 // parallel.get("tp", 1)  # layers, weights, experts, their sizes
     assert found.experts == (0 if layout.ep == 4 else every // layout.ep)
 
@@ -78,16 +92,12 @@ THREE = {**SPARSE, "experts": 3}
         ({"name": "adamw"}, {"decay": 0.9}, 3, {}, THREE),
     ],
 )
-def test_bytes_of_optimizers_and_of_an_average_are_those_that_a_dry_run_counts(
+def test_bytes_of_optimizers_and_of_an_average_are_those_of_ranks_that_are_built(
     optim: Any, ema: Any, world: int, parallel: Any, model: Any
 ) -> None:
     values = {"model": model, "parallel": parallel, "train": {"global_batch": 24}, "optim": optim, "ema": ema}
     config = from_values(values)
-    layout = resolve_layout(config, world)
-    for row in describe(config, DryRunOptions(world=world))["ranks"]:
-        found = held(config, layout, row["pp"][0], row["dp_shard"][-1])
-        counted = (row["parameter_bytes"], row["gradient_bytes"], row["optimizer_bytes"])
-        assert (found.parameters, found.gradients, found.optimizer) == counted
+    is_as_built(config, resolve_layout(config, world))
 
 
 # -- measured
@@ -231,10 +241,15 @@ def test_what_is_moved_to_host_memory_is_the_formula_to_the_byte(
         ({"name": "sgd", "momentum": 0.0, "nesterov": False}, {}, 2, {"tp": 2}, ODD),
     ],
 )
-def test_bytes_of_a_checkpoint_are_those_that_a_dry_run_counts(
+def test_bytes_of_a_checkpoint_are_those_of_ranks_that_are_built(
     optim: Any, more: Any, world: int, parallel: Any, model: Any
 ) -> None:
     values = {"model": model, "parallel": parallel, "optim": optim, "train": {"global_batch": 24}, **more}
     config = from_values({**values, "checkpoint": {"root": "/unused"}})
-    counted = describe(config, DryRunOptions(world=world))["checkpoint"]["bytes"]
-    assert stored_bytes(config, resolve_layout(config, world)) == counted
+    layout = resolve_layout(config, world)
+    kinds = rank_kinds(config, layout)
+    there = [(kind, built_rank(config, layout, kind.example(layout))) for kind in kinds]
+    shared = {kind.pp_ranks: one.shared for kind, one in there}
+    counted = sum(len(ranks) * nbytes for ranks, nbytes in shared.items())
+    counted += sum(kind.count(layout) * one.own for kind, one in there)
+    assert stored_bytes(config, layout) == counted

@@ -1,0 +1,116 @@
+"""One report per incident over several nodes (make test-nodes; root): dead links, wrong environments, a full root.
+
+Killed and stopped ranks, dead machines and the OOM killer are in nodes.py, beside what dlrun does about them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from functools import partial
+from pathlib import Path
+
+import pytest
+from support import incidents
+from support.dlrun import ENGINE, dlrun, first_steps
+from support.nodes import Nodes, nodes
+
+from flashckpt.core.incident import CONTINUE, RESTART, RESTART_WITHOUT, Incident
+from flashckpt.errors import RESUME_EXIT_CODE
+from flashckpt.shm.job_directory import memory_root
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")]
+
+
+def reported(them: Nodes, node: int) -> list[Incident]:
+    return incidents.in_memory(them.memory(node))
+
+
+def test_dead_link_the_node_is_named_with_the_seconds_since_its_last_sign(tmp_path: Path) -> None:
+    """It runs on behind the link, and nobody's connection closes: its heartbeat is what is missing."""
+    (tmp_path / "train.py").write_text(ENGINE.replace("life{life}", "life{os.environ['WORLD_SIZE']}"))
+    with nodes(tmp_path, 3) as them:
+        for node in range(3):
+            flags = ("--nproc-per-node=1", "--hang-timeout=3", tmp_path / "train.py", tmp_path, 100000, 0.05)
+            them.start(node, *flags, nnodes="2:3")
+        them.until(lambda: first_steps(tmp_path, 3, 3), "3 ranks")
+        them.link(2, up=False)
+        (found,) = them.until(partial(reported, them, 0), "the report")
+        assert reported(them, 1) == []
+        log = them.log(0)
+    assert re.fullmatch(
+        rf"network: node 2 \({them.prefix}2\): stopped answering with rank 2, last sign \d+\.\d s ago; it cannot be reached: "
+        "its link or the machine is down -> restart without that node",
+        found.verdict,
+    ), found.verdict
+    assert (found.kind, found.action, found.lost[0]["host"]) == ("node lost", RESTART_WITHOUT, f"{them.prefix}2")
+    assert 3.0 < found.silent_s < 60.0
+    assert incidents.said(log) == [found.verdict]
+    assert "the other ranks: 2 in " in log
+
+
+def test_wrong_environment_on_one_node_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "only_there.py").touch()
+    (tmp_path / "train.py").write_text("import only_there\n" + ENGINE)
+    with nodes(tmp_path, 2) as them:
+        for node in range(2):
+            env = {"PYTHONPATH": str(tmp_path / "modules")} if node == 0 else {}
+            flags = ("--nproc-per-node=2", "--max-restarts=1", tmp_path / "train.py", tmp_path, 100000, 0.05)
+            them.start(node, *flags, nnodes="2", env=env)
+        them.until(lambda: incidents.said(them.log(0)), "the report")
+        line = incidents.said(them.log(0))[0]
+        log = them.log(0)
+        assert incidents.said(them.log(1)) == []
+    assert re.match(
+        rf"machine: rank [23] \(pid \d+\) on {them.prefix}1 before its first step: .*No module named 'only_there'", line
+    ), line
+    assert f"also: the environment of {them.prefix}1 differs: PYTHONPATH not set, elsewhere {tmp_path}/modules" in log
+    assert re.search(r"the other ranks: .*2 in init_process_group \(rank 0-1\)", log), log
+
+
+def test_full_root_is_an_incident_while_training_continues(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    (tmp_path / "train.py").write_text(ENGINE.replace("persist_every=50", "persist_every=10"))
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(root)], check=True)
+    try:
+        with dlrun(tmp_path, "--nproc-per-node=2", tmp_path / "train.py", tmp_path, 100000, 0.02) as launch:
+            launch.until(lambda: list(root.glob("step-*/MANIFEST")), "a checkpoint")
+            fill(root / "filler")
+            (found,) = launch.until(lambda: incidents.in_memory(memory_root().parent), "the report")
+            assert (found.kind, found.category, found.action) == ("persister", "storage", CONTINUE)
+            assert "No space left on device" in found.what
+            (root / "filler").unlink()
+            launch.until(lambda: incidents.on_root(root) == [found], "the report on the root once there is room")
+            launch.process.send_signal(signal.SIGTERM)
+            assert launch.wait() == RESUME_EXIT_CODE, launch.output
+    finally:
+        subprocess.run(["umount", "--lazy", str(root)], check=True)
+
+
+def fill(path: Path) -> None:
+    with path.open("wb", buffering=0) as file:
+        try:
+            while file.write(b"x" * 4096):
+                pass
+        except OSError:
+            return
+
+
+def test_a_rank_killed_on_another_node_is_named_with_what_all_others_did(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ENGINE.replace("life{life}", "life{life}-{os.environ['WORLD_SIZE']}"))
+    with nodes(tmp_path, 2) as them:
+        for node in range(2):
+            them.start(node, "--nproc-per-node=2", tmp_path / "train.py", tmp_path, 100000, 0.02, nnodes="2")
+        pids = them.until(lambda: first_steps(tmp_path, "0-4", 4), "4 ranks")  # type: ignore[arg-type]
+        os.kill(pids[3], signal.SIGKILL)
+        (found,) = them.until(partial(reported, them, 0), "the report")
+        assert reported(them, 1) == []
+        them.until(lambda: incidents.on_root(tmp_path / "root") == [found], "the report on the root")
+    assert (found.host, found.rank, found.pid, found.category) == (f"{them.prefix}1", 3, pids[3], "unknown")
+    assert (found.kind, found.node, found.action, found.unheard) == ("failure", 1, RESTART, ())
+    assert found.step > 0
+    assert sum(one["count"] for one in found.others) == 3

@@ -1,0 +1,54 @@
+"""`python -m simulation --minutes 3 --seed 7`: new seeds for some minutes, or one; a broken rule is told as a story.
+
+A seed that breaks a rule is shrunk, and the line is printed that makes it a test: one more in tests/simulation/seeds.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+
+from simulation.run import Outcome, shrink, simulate
+
+
+def main(arguments: list[str]) -> int:
+    """Run seeds until the time is over or a rule is broken; the exit code is 1 then."""
+    parser = argparse.ArgumentParser(prog="simulation", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, help="the first one; without it one that nobody has tried")
+    parser.add_argument("--only", action="store_true", help="this seed alone, and tell its story")
+    chosen = parser.parse_args(arguments)
+    seed = time.time_ns() // 1000 % 10**9 if chosen.seed is None else chosen.seed
+    if chosen.only:
+        outcome = simulate(seed)
+        sys.stdout.write(outcome.tell(400) + "\n")
+        return int(bool(outcome.rule))
+    first, began = seed, time.monotonic()
+    virtual_s, counts = 0.0, Counter[str]()
+    while time.monotonic() - began < 60 * chosen.minutes:
+        outcome = simulate(seed)
+        virtual_s += outcome.virtual_s
+        counts.update(outcome.counts)
+        if outcome.rule:
+            return _tell(outcome)
+        seed += 1
+    days = virtual_s / 86400
+    sys.stdout.write(
+        f"seeds {first} to {seed - 1}: nothing was broken in {days:.2f} virtual days, {days / chosen.minutes:.2f} a minute"
+        f" ({', '.join(f'{number} {what}' for what, number in sorted(counts.items()))})\n"
+    )
+    return 0
+
+
+def _tell(outcome: Outcome) -> int:
+    short = shrink(outcome)
+    faults = "".join(f"\n        {fault}," for fault in short.faults)
+    sys.stdout.write(f"{short.tell()}\n\nIts line in tests/simulation/seeds.py:\n")
+    sys.stdout.write(f"    Seed({outcome.rule!r}, {short.seed}, {short.setup}, [{faults}\n    ]),\n")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

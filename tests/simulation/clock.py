@@ -1,0 +1,340 @@
+"""Virtual time: events in their order, and processes whose synchronous code waits in it. One runs at a time.
+
+Code of the product that waits (for storage, for a lock, for a thread) runs in a *fiber*: an operating system thread that
+holds the baton while it runs and gives it back where it waits. Nothing depends on the machine: the order of events is that
+of their virtual times, and of their numbers where these are equal.
+"""
+
+from __future__ import annotations
+
+import _thread
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+START_S = 1_750_000_000.0
+"""Unix time at which every simulation begins."""
+
+
+class Killed(BaseException):
+    """The process that runs here was killed: nothing of it happens any more."""
+
+
+class Process:
+    """One process: what is killed, paused, and holds locks.
+
+    Attributes:
+        name: For people.
+        node: Index of its node.
+        alive: Until it is killed.
+        paused_until: It does nothing before.
+        deadly_in: Crash points and requests until it is killed; None: never.
+        on_death: Called once it is dead.
+    """
+
+    def __init__(self, name: str, node: int) -> None:
+        self.name, self.node = name, node
+        self.alive = True
+        self.paused_until = 0.0
+        self.deadly_in: int | None = None
+        self.on_death: list[Callable[[], None]] = []
+        self.fibers: set[Fiber] = set()
+
+
+class Fiber:
+    """Code of one process that may wait."""
+
+    __slots__ = ("done", "is_begun", "lock", "process", "waiting", "work")
+
+    def __init__(self, process: Process, work: Callable[[], None]) -> None:
+        self.process, self.work = process, work
+        self.lock = _thread.allocate_lock()
+        self.lock.acquire()
+        self.done = self.waiting = self.is_begun = False
+
+
+class Scheduler:
+    """All events of one simulation.
+
+    Attributes:
+        now: Virtual seconds since its start.
+        process: Whose code runs now; None for that of the world.
+        events: How many were run.
+    """
+
+    def __init__(self) -> None:
+        self.now, self.events = 0.0, 0
+        self.process: Process | None = None
+        self._heap: list[tuple[float, int, Callable[[], None] | Fiber]] = []
+        self._number = 0
+        self._until = 0.0
+        self._main = _thread.allocate_lock()
+        self._main.acquire()
+        self._fiber: Fiber | None = None
+        self._idle: list[_Worker] = []
+        self._error: BaseException | None = None
+
+    # -- events ---------------------------------------------------------------------------------------------
+
+    def after(self, delay_s: float, work: Callable[[], None], process: Process | None = None) -> None:
+        """Call `work` later, as `process`: not at all where that is dead by then, after its pause where it is paused."""
+        self._number += 1
+        entry = (self.now + max(delay_s, 0.0), self._number, self._bound(work, process))
+        heapq.heappush(self._heap, entry)
+
+    def _resume_after(self, delay_s: float, fiber: Fiber) -> None:
+        self._number += 1
+        heapq.heappush(self._heap, (self.now + max(delay_s, 0.0), self._number, fiber))
+
+    def _bound(self, work: Callable[[], None], process: Process | None) -> Callable[[], None]:
+        if process is None:
+            return work
+
+        def run() -> None:
+            if not process.alive:
+                return
+            if process.paused_until > self.now:
+                self.after(process.paused_until - self.now, work, process)
+                return
+            self.call_as(process, work)
+
+        return run
+
+    def call_as(self, process: Process, work: Callable[[], Any]) -> Any:
+        """Call at once, as a process; None where it is killed meanwhile."""
+        before, self.process = self.process, process
+        try:
+            return work()
+        except Killed:
+            if self._fiber is not None and self._fiber.process is process:
+                raise
+            self.kill(process)
+            return None
+        finally:
+            self.process = before
+
+    def run(self, until_s: float) -> None:
+        """Run all events up to a time; raise what one of them raised."""
+        self._until = until_s
+        self.process = self._fiber = None
+        if (fiber := self._next(None)) is not None:
+            self._start(fiber)
+            self._main.acquire()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        self.now = max(self.now, until_s)
+
+    def _next(self, me: Fiber | None) -> Fiber | None:
+        """Run events in this thread until a fiber is due; None where there is nothing left to do up to the time.
+
+        So whoever waits keeps the thread, and no other one has to be woken for what does not wait.
+        """
+        heap = self._heap
+        while heap and heap[0][0] <= self._until and self._error is None:
+            self.now, _, work = heapq.heappop(heap)
+            self.events += 1
+            if isinstance(work, Fiber):
+                if not work.done:
+                    return work
+                continue
+            self.process = self._fiber = None
+            try:
+                work()
+            except BaseException as error:  # noqa: BLE001 -- raised by `run`
+                self._error = error
+        return None
+
+    # -- fibers ---------------------------------------------------------------------------------------------
+
+    def spawn(self, process: Process, work: Callable[[], None], delay_s: float = 0.0) -> Fiber:
+        """Start code of a process that may wait."""
+        fiber = Fiber(process, work)
+        process.fibers.add(fiber)
+        self._resume_after(delay_s, fiber)
+        return fiber
+
+    def sleep(self, delay_s: float) -> None:
+        """Wait, in a fiber; raises Killed where its process dies meanwhile. Elsewhere time stands still."""
+        fiber = self._fiber
+        if fiber is None:
+            return
+        self.check()
+        end = self.now + max(delay_s, 0.0)
+        if (not self._heap or self._heap[0][0] > end) and end <= self._until:
+            self.now = end  # nobody else has anything to do until then: no change of threads
+        else:
+            self._resume_after(delay_s, fiber)
+            self._give_back(fiber)
+        while fiber.process.paused_until > self.now:
+            self._resume_after(fiber.process.paused_until - self.now, fiber)
+            self._give_back(fiber)
+        self.check()
+
+    def block(self) -> None:
+        """Wait until `wake`."""
+        fiber = self._fiber
+        assert fiber is not None, "only a fiber waits"
+        self.check()
+        fiber.waiting = True
+        self._give_back(fiber)
+        while fiber.process.alive and fiber.process.paused_until > self.now:
+            self._resume_after(fiber.process.paused_until - self.now, fiber)
+            self._give_back(fiber)
+        self.check()
+
+    def wake(self, fiber: Fiber) -> None:
+        """Continue a fiber that blocks."""
+        if fiber.waiting:
+            fiber.waiting = False
+            self._resume_after(0.0, fiber)
+
+    @property
+    def fiber(self) -> Fiber | None:
+        """The fiber that runs now."""
+        return self._fiber
+
+    def check(self) -> None:
+        """Raise Killed where the process that runs is dead."""
+        fiber = self._fiber
+        process = self.process if fiber is None else fiber.process
+        if process is not None and not process.alive:
+            raise Killed
+
+    def kill(self, process: Process) -> None:
+        """Kill a process: its fibers unwind without any effect, then its locks go."""
+        if not process.alive:
+            return
+        process.alive = False
+        process.paused_until = 0.0
+        for fiber in list(process.fibers):
+            if fiber is not self._fiber:
+                fiber.waiting = False
+                self._resume_after(0.0, fiber)
+        for work in process.on_death:
+            work()
+
+    def _give_back(self, me: Fiber) -> None:
+        """Let the others run until this fiber is due."""
+        process = self.process
+        fiber = self._next(me)
+        if fiber is not me:
+            if fiber is None:
+                self._main.release()
+            else:
+                self._start(fiber)
+            me.lock.acquire()
+        self._fiber, self.process = me, process
+
+    def _start(self, fiber: Fiber) -> None:
+        """Let another thread continue with a fiber, or begin it."""
+        self._fiber, self.process = fiber, fiber.process
+        if fiber.is_begun:
+            fiber.lock.release()
+        else:
+            fiber.is_begun = True
+            worker = self._idle.pop() if self._idle else _Worker(self)
+            worker.take(fiber)
+
+    def perform(self, fiber: Fiber) -> Fiber | None:
+        """Run a fiber to its end, in its thread; return the next one for this thread, if there is one."""
+        self._fiber, self.process = fiber, fiber.process
+        try:
+            if fiber.process.alive:
+                fiber.work()
+        except Killed:
+            self.kill(fiber.process)
+        except BaseException as error:  # noqa: BLE001 -- raised by `run`
+            self._error = error
+        fiber.done = True
+        fiber.process.fibers.discard(fiber)
+        return self._next(None)
+
+    def end(self, worker: _Worker, fiber: Fiber | None) -> Fiber | None:
+        """A thread has nothing to do, unless what comes next is to begin."""
+        if fiber is not None and not fiber.is_begun:
+            fiber.is_begun = True
+            return fiber
+        self._idle.append(worker)
+        if fiber is None:
+            self._main.release()
+        else:
+            self._start(fiber)
+        return None
+
+    def close(self, processes: list[Process]) -> None:
+        """End all threads."""
+        for process in processes:
+            process.on_death.clear()
+            self.kill(process)
+        self._heap = [one for one in self._heap if isinstance(one[2], Fiber)]
+        heapq.heapify(self._heap)
+        self._error = None
+        self.run(float("inf"))
+        for worker in self._idle:
+            worker.stop()
+
+
+class _Worker:
+    """A thread that runs fibers, one after the other."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._lock = _thread.allocate_lock()
+        self._lock.acquire()
+        self._fiber: Fiber | None = None
+        _thread.start_new_thread(self._run, ())
+
+    def take(self, fiber: Fiber) -> None:
+        self._fiber = fiber
+        self._lock.release()
+
+    def stop(self) -> None:
+        self._fiber = None
+        self._lock.release()
+
+    def _run(self) -> None:
+        while True:
+            self._lock.acquire()
+            if self._fiber is None:
+                return
+            fiber: Fiber | None = self._fiber
+            while fiber is not None:
+                fiber = self._scheduler.end(self, self._scheduler.perform(fiber))
+
+
+# -- What the product takes for the standard library -----------------------------------------------------------------
+
+
+class Clock:
+    """In place of the module `time`: each node's own clock, which an operator may set."""
+
+    def __init__(self) -> None:
+        self.scheduler = Scheduler()
+        self.offset_s: dict[int, float] = {}
+
+    def time(self) -> float:
+        """Return unix seconds as the node that asks takes them."""
+        process = self.scheduler.process
+        return START_S + self.scheduler.now + (self.offset_s.get(process.node, 0.0) if process is not None else 0.0)
+
+    def time_ns(self) -> int:
+        """Return the same in nanoseconds."""
+        return int(self.time() * 1e9)
+
+    def monotonic(self) -> float:
+        """Return seconds of a clock that nobody sets."""
+        return 1000.0 + self.scheduler.now
+
+    perf_counter = monotonic
+
+    def monotonic_ns(self) -> int:
+        """Return the same in nanoseconds."""
+        return int(self.monotonic() * 1e9)
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+        self.scheduler.sleep(seconds)
+
+
+CLOCK = Clock()

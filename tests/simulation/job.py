@@ -1,0 +1,293 @@
+"""One job from its first start on: its agents start ranks, which restore, train, and die with their machines."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+from typing import Any
+
+from flashckpt.core.lineage import BEGINNING
+from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.shm.job_directory import JobConfig
+from simulation import memory
+from simulation.clock import CLOCK, Killed, Process, Scheduler
+from simulation.machines import Node, Rank
+from simulation.restoring import Restore, RestoreFailed
+from simulation.rules import Rules
+from simulation.storage import Bucket, SimStore
+from simulation.threads import wakers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """The kind of job that a seed draws.
+
+    Attributes:
+        nodes, per_node: Of the job.
+        slots: Per rank.
+        step_s: Seconds of a step; each is a snapshot step.
+        persist_every: Steps.
+        copy_s: Seconds that a snapshot takes.
+        discards: Share of snapshots that a rank discards.
+        keep_last, keep_every: Retention.
+        latency_s: Half of what a request takes.
+        faults_s, quiet_s: How long faults happen, and how long none do once something was committed after them.
+    """
+
+    nodes: int = 1
+    per_node: int = 1
+    slots: int = 3
+    step_s: float = 5.0
+    persist_every: int = 6
+    copy_s: float = 1.0
+    discards: float = 0.0
+    keep_last: int | None = 3
+    keep_every: int | None = None
+    latency_s: float = 0.02
+    faults_s: float = 300.0
+    quiet_s: float = 5.0
+
+
+class Job:
+    """The job and its world; also what is told of it.
+
+    Attributes:
+        nodes: The machines that it may run on; those beyond `wanted` are spare.
+        wanted: Nodes that it runs on.
+        ranks: Of the present worker group; empty where none runs.
+        story: What happened.
+        counts: Numbers of things that happened.
+    """
+
+    def __init__(self, setup: Setup, seed: int) -> None:
+        self.setup, self.clock = setup, CLOCK
+        CLOCK.scheduler, CLOCK.offset_s = Scheduler(), {}
+        memory.reset()
+        wakers.clear()
+        self.random = Random(f"{seed} job")
+        self.bucket = Bucket(Random(f"{seed} storage"), setup.latency_s)
+        self.rules = Rules(self)
+        self.bucket.on_change = self.rules.root_changed
+        self.is_operator = False
+        self.processes: list[Process] = []
+        self.story: list[tuple[float, str, str]] = []
+        self.counts: Counter[str] = Counter()
+        self.errors: dict[str, str] = {}
+        self.carried: dict[str, bytes] = {}
+        self.cut_off: set[int] = set()
+        self.slow: dict[int, float] = {}
+        self.nodes = [Node(self, index) for index in range(setup.nodes + 1)]
+        self.wanted = setup.nodes
+        self.ranks: list[Rank] = []
+        self.firsts: list[int] = []
+        self.step = 0
+        self.ask_step: int | None = None
+        self._number = 0  # of the present attempt to run
+        self._starting = False
+        self.committed_at: dict[SnapshotId, float] = {}
+
+    # -- small things ----------------------------------------------------------------------------------------
+
+    def process(self, name: str, node: int) -> Process:
+        """Start a process."""
+        made = Process(name, node)
+        made.on_death.append(lambda: memory.let_go(made))
+        made.on_death.append(lambda: _forget(made))
+        self.processes.append(made)
+        if len(self.processes) > 200:
+            self.processes = [one for one in self.processes if one.alive or one.fibers]
+        return made
+
+    def later(self, delay_s: float, work: Callable[[], Any], process: Process | None = None) -> None:
+        """Do something later."""
+        CLOCK.scheduler.after(delay_s, work, process)
+
+    def say(self, who: str, what: str) -> None:
+        """Tell what happens."""
+        self.story.append((CLOCK.scheduler.now, who, what))
+
+    def note(self, what: str, count: int = 1) -> None:
+        """Count what happens."""
+        self.counts[what] += count
+
+    def connect(self, process: Process) -> SimStore:
+        """Open the root."""
+        return SimStore(self.bucket, process, lambda _: True)
+
+    def committed(self, identity: SnapshotId) -> None:
+        """Something was committed."""
+        self.committed_at[identity] = CLOCK.scheduler.now
+        self.note("commits")
+        self.say("root", f"{identity} is committed")
+
+    def truth_of(self, identity: SnapshotId) -> str:
+        """Return the state that a snapshot is of."""
+        return self.rules.truth[identity][0]
+
+    # -- starts and ends of the worker group -----------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Start it for the first time."""
+        for node in self.nodes:
+            self.start_agent(node)
+        self.start_soon()
+
+    def start_agent(self, node: Node) -> None:
+        """An agent starts on a machine."""
+        if not node.is_up or (node.agent is not None and node.agent.alive):
+            return
+        agent = node.agent = self.process(f"agent {node.name}", node.index)
+        node.restart, node.has_begun = 0, False
+        node.make(self.setup.per_node)
+        agent.on_death.append(lambda: self._agent_died(node))
+        CLOCK.scheduler.call_as(agent, node.directory.hold_live)
+        node.ensure_persister()
+
+    def _agent_died(self, node: Node) -> None:
+        for rank in self.ranks:
+            if rank.node is node:
+                self.kill(rank.process)
+        self.later(2 + self.random.random() * 5, lambda: self.start_agent(node))
+        self.start_if_idle()
+
+    def start_if_idle(self) -> None:
+        """Start ranks unless they run: an agent that comes is a spare then."""
+        if not self.ranks:
+            self.start_soon()
+
+    def start_soon(self) -> None:
+        """Start ranks as soon as there are enough machines."""
+        if not self._starting:
+            self._starting = True
+            self.later(1 + self.random.random() * 4, self._start)
+
+    def _start(self) -> None:
+        self._starting = False
+        able = [node for node in self.nodes if node.is_up and node.agent is not None and node.agent.alive]
+        if len(able) < self.wanted:
+            self.start_soon()
+            return
+        self.end_group()
+        self._number += 1
+        used, number = able[: self.wanted], self._number
+        per = self.setup.per_node
+        self.firsts = [at * per for at in range(len(used))]
+        self.ranks = []
+        for at, node in enumerate(used):
+            node.make(per)
+            node.relay, node.relay_process = None, None
+            for local in range(per):
+                rank = at * per + local
+                process = self.process(f"rank {rank}", node.index)
+                process.on_death.append(lambda: self._rank_died(number))
+                self.ranks.append(Rank(self, node, rank, local, process))
+        self.say("agents", f"start {len(self.ranks)} ranks on {', '.join(node.name for node in used)}")
+        self.note("starts")
+        first, ranks = self.ranks[0].process, self.ranks
+        CLOCK.scheduler.spawn(first, lambda: self._restore(first, ranks, number), delay_s=0.5 + self.random.random())
+
+    def end_group(self) -> None:
+        """Kill all ranks that are left."""
+        ranks, self.ranks = self.ranks, []
+        self._number += 1
+        for rank in ranks:
+            self.kill(rank.process)
+            rank.node.restart += 1
+
+    def _rank_died(self, number: int) -> None:
+        if number != self._number:
+            return
+        self._number += 1  # the others are echoes
+        self.later(0.1 + self.random.random() * 2, self._recover)
+
+    def _recover(self) -> None:
+        self.say("agents", "end the other ranks")
+        self.end_group()
+        if self.random.random() < 0.5:
+            for node in self.nodes:
+                if node.is_up and node.agent is not None and node.agent.alive:
+                    CLOCK.scheduler.call_as(node.agent, partial(node.directory.ask, "persist-now"))
+        self.start_soon()
+
+    def kill(self, process: Process | None) -> None:
+        """SIGKILL."""
+        if process is not None and process.alive:
+            CLOCK.scheduler.kill(process)
+
+    def _restore(self, first: Process, ranks: list[Rank], number: int) -> None:
+        wanted, self.ask_step = self.ask_step, None
+        try:
+            found = Restore(self, ranks, wanted).run()
+        except RestoreFailed as error:
+            self.say("ranks", f"could not begin: {error}")
+            self.note("failed starts")
+            CLOCK.scheduler.kill(first)
+            return
+        if number != self._number:
+            raise Killed
+        record = found.record
+        self.step = found.identity.step if found.identity is not None else 0
+        self.say("ranks", f"generation {record.number} begins with {found.identity or 'nothing'}, {found.source}")
+        restored = found.identity if found.source == "memory" else None
+        superseded = found.identity if found.source == "storage" else None
+        for rank in ranks:
+            CLOCK.scheduler.call_as(
+                rank.process,
+                partial(rank.begin_life, record, found.chain, restored, superseded, self.setup.per_node),
+            )
+        self.later(self.setup.step_s, lambda: self._train(ranks, number))
+
+    def write_config(self, ranks: list[Rank]) -> None:
+        """Tell the persister of each node about the job."""
+        for rank in ranks:
+            if rank.local == 0:
+                config = JobConfig(
+                    job="job", root="sim://root", keep_last=self.setup.keep_last, keep_every=self.setup.keep_every,
+                    persist_every=self.setup.persist_every, world_size=len(ranks), node_count=self.wanted,
+                    node=rank.node.index,
+                )  # fmt: skip
+                directory = rank.node.directory
+                CLOCK.scheduler.call_as(rank.process, partial(directory.write_config, config))
+
+    # -- training --------------------------------------------------------------------------------------------
+
+    def _train(self, ranks: list[Rank], number: int) -> None:
+        """All ranks take a step together; whoever is paused or still copies keeps all of them waiting."""
+        if number != self._number:
+            return
+        now = CLOCK.scheduler.now
+        late = max((rank.process.paused_until for rank in ranks), default=0.0)
+        if late > now or any(rank.writer is not None for rank in ranks):
+            self.later(max(late - now, 0.2), lambda: self._train(ranks, number))
+            return
+        self.step += 1
+        self.note("steps")
+        step, is_persist = self.step, self.step % self.setup.persist_every == 0
+        generation = ranks[0].record.number
+        chain = hashlib.blake2b(f"{ranks[0].chain} {generation} {step}".encode(), digest_size=12).hexdigest()
+        for rank in ranks:
+            rank.chain = chain
+
+            def take(rank: Rank = rank) -> None:
+                if number == self._number or rank.process.alive:
+                    rank.take(step, is_persist=is_persist)
+
+            rank.writer = rank  # its snapshot has yet to begin
+            self.later(self.random.random() * 0.2, partial(self._take, rank, take), rank.process)
+        self.later(self.setup.step_s * (0.9 + 0.2 * self.random.random()), lambda: self._train(ranks, number))
+
+    @staticmethod
+    def _take(rank: Rank, take: Callable[[], None]) -> None:
+        rank.writer = None
+        take()
+
+
+def _forget(process: Process) -> None:
+    wakers.pop(process, None)
+
+
+__all__ = ["BEGINNING", "Job", "Setup"]

@@ -1,0 +1,363 @@
+"""The machines of a job and what runs on them: a persister, ranks with their slots, the relay between the nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import mmap
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flashckpt.core.digest import chunk_digests
+from flashckpt.core.lineage import Generation
+from flashckpt.core.manifest import Manifest, encode_manifest
+from flashckpt.core.shard import Shard, place
+from flashckpt.core.shard_table import ShardTable
+from flashckpt.core.snapshot_id import SnapshotId, SnapshotRequest
+from flashckpt.core.superblock import SegmentSpec, Superblock, encode_superblock
+from flashckpt.daemon.persister.service import Daemon
+from flashckpt.daemon.persister.timeouts import DaemonTimeouts
+from flashckpt.session.durability import Wanted
+from flashckpt.shm.ack_relay import AckRelay
+from flashckpt.shm.acks import SnapshotAcks
+from flashckpt.shm.control import PAGE, ROW_BYTES, Control
+from flashckpt.shm.job_directory import JobDirectory
+from flashckpt.shm.messages import MessageFiles
+from flashckpt.shm.segment import Segment
+from flashckpt.snapshot.segments import RankSegments
+from simulation import memory, seams
+from simulation.clock import CLOCK, Killed, Process
+
+if TYPE_CHECKING:
+    from simulation.job import Job
+
+MANIFEST_BYTES, DATA_BYTES = 12 << 10, 4096
+_tables: dict[tuple[int, int], tuple[ShardTable, int]] = {}
+
+
+def bytes_of(chain: str, rank: int) -> tuple[bytes, bytes]:
+    """Return what a rank's row, and what every rank holds alike, is in a state."""
+    row = hashlib.blake2b(f"{chain} {rank}".encode(), digest_size=64).digest()
+    return row, hashlib.blake2b(chain.encode(), digest_size=16).digest()
+
+
+def table_of(rank: int, world: int) -> tuple[ShardTable, int]:
+    """Return the shards of a rank and their bytes."""
+    if (rank, world) not in _tables:
+        common: dict[str, Any] = {"dtype": "float32", "replica": 0}
+        shards = [
+            Shard(fqn="weight", global_shape=(world, 16), offsets=(rank, 0), lengths=(1, 16), **common),
+            Shard(
+                fqn="bias", global_shape=(4,), offsets=(0,), lengths=(4,), dtype="float32", replica=rank
+            ),
+        ]  # fmt: skip
+        placement = place(shards)
+        _tables[rank, world] = ShardTable.from_shards(shards, placement.offsets), int(placement.total)
+    return _tables[rank, world]
+
+
+@dataclass
+class Node:
+    """One machine.
+
+    Attributes:
+        index: Its place in the job; also after it was replaced by another machine.
+        life: Which machine it is.
+        is_up: Whether it runs.
+        agent: Process that starts ranks here; None where none runs.
+        restart: Starts under this agent.
+        has_begun: Whether a generation began under it.
+        persister: The daemon's process; None where none runs.
+        relay: Of the first rank here.
+    """
+
+    job: Job
+    index: int
+    life: int = 0
+    is_up: bool = True
+    agent: Process | None = None
+    restart: int = 0
+    has_begun: bool = False
+    persister: Process | None = None
+    daemon: Daemon | None = None
+    relay: AckRelay | None = None
+    relay_process: Process | None = None
+    control: Control | None = None
+    relayed_s: float = -1e9
+    relay_rests: bool = True
+    relay_wakes: int = 0
+
+    @property
+    def folder(self) -> memory.SimPath:
+        """The job directory."""
+        return memory.SimPath(f"/n{self.index}.{self.life}/job")
+
+    @property
+    def directory(self) -> JobDirectory:
+        """The product's view of it."""
+        return JobDirectory(self.folder)  # type: ignore[arg-type]
+
+    @property
+    def name(self) -> str:
+        """For people, and as host name."""
+        return f"n{self.index}"
+
+    def make(self, rows: int) -> None:
+        """Make the job directory where there is none yet, and its control page."""
+        for name in ("", "/events", "/requests", "/replicas"):
+            memory.FILES.folders.setdefault(f"{self.folder}{name}", {})
+        if self.control is None or self.control.rows < rows:
+            self.control = Control(mmap.mmap(-1, PAGE + rows * ROW_BYTES), rows)
+            seams.controls[str(self.folder / "control")] = self.control
+
+    def lose_memory(self) -> None:
+        """Another machine takes its place."""
+        memory.FILES.lose(str(self.folder.parent))
+        self.life += 1
+        self.control = None
+
+    # -- persister -------------------------------------------------------------------------------------------
+
+    def ensure_persister(self) -> None:
+        """Start the persister where somebody wants one and none runs."""
+        wanted = self.agent is not None and self.agent.alive
+        if not self.is_up or not wanted or (self.persister is not None and self.persister.alive):
+            return
+        job = self.job
+        process = self.persister = job.process(f"persister {self.name}", self.index)
+        process.on_death.append(lambda: job.later(1.0 + job.random.random() * 2, self.ensure_persister))
+        job.clock.scheduler.spawn(process, lambda: self._persist(process), delay_s=0.2 + job.random.random())
+
+    def _persist(self, process: Process) -> None:
+        lock = self.directory.hold_daemon()
+        if lock is None:
+            return
+        times = DaemonTimeouts(linger_s=60.0, patience_s=300.0, grace_s=20.0)
+        daemon = self.daemon = Daemon(self.directory, lock, times)
+        files: Any = daemon._messages
+        received = files.received
+
+        def fresh(generation: int) -> Any:
+            self.turn_relay_if_late()
+            return received(generation)
+
+        files.received = fresh
+        daemon._wakeup.is_busy = lambda: _is_busy(daemon)  # type: ignore[attr-defined]
+        self.job.say(process.name, "starts")
+        daemon.run()
+        lock.close()
+        process.alive = False
+        self.job.clock.scheduler.kill(process)
+        for work in process.on_death:
+            work()
+
+    # -- relay -----------------------------------------------------------------------------------------------
+
+    def turn_relay_if_late(self) -> None:
+        """A relay turns once a second, whether it has something to say or not: only who reads it sees that."""
+        process = self.relay_process
+        is_late = CLOCK.scheduler.now - self.relayed_s > 0.9
+        if is_late and process is not None and process.alive and process.paused_until <= CLOCK.scheduler.now:
+            CLOCK.scheduler.call_as(process, self._turn_relay)
+
+    def wake_relay(self, pause_s: float = 0.05) -> None:
+        """Turn the relay soon, then ever more rarely until it has nothing more to learn."""
+        process = self.relay_process
+        self.relay_wakes += 1
+        number = self.relay_wakes
+
+        def turn() -> None:
+            if number == self.relay_wakes and process is self.relay_process and not self._turn_relay():
+                self.wake_relay(min(2 * pause_s, 1.0))
+
+        self.relay_rests = False
+        self.job.later(pause_s, turn, process)
+
+    def _turn_relay(self) -> bool:
+        self.relayed_s = CLOCK.scheduler.now
+        assert self.relay is not None
+        try:
+            self.relay_rests = self.relay.turn()
+        except RuntimeError:
+            self.relay_rests = False
+        return self.relay_rests
+
+
+def _is_busy(daemon: Daemon) -> bool:
+    persisting = daemon.persisting
+    if persisting is None:
+        return True
+    machine = persisting.negotiation
+    is_wanting = (
+        machine.persist is not None or machine.candidate is not None or any(map(machine._is_wanting, machine._heard))
+    )
+    return is_wanting or daemon.attempts.is_failing or daemon._stopping or daemon._goal is not None
+
+
+class Carrier:
+    """In place of the process group's store: what relays write there."""
+
+    def __init__(self, job: Job, node: int) -> None:
+        self._job, self._node = job, node
+
+    def _reach(self) -> None:
+        if self._node in self._job.cut_off:
+            raise RuntimeError("the store of the process group does not answer")
+
+    def set(self, key: str, value: bytes, /) -> None:
+        self._reach()
+        if self._job.carried.get(key) != value:
+            self._job.carried[key] = value
+            for node in self._job.nodes:
+                if node.index != self._node and node.relay_rests and node.relay is not None:
+                    node.wake_relay(0.05 + self._job.random.random() * 4)
+
+    def check(self, keys: list[str], /) -> bool:
+        self._reach()
+        return all(key in self._job.carried for key in keys)
+
+    def multi_get(self, keys: list[str], /) -> list[bytes]:
+        self._reach()
+        return [self._job.carried[key] for key in keys]
+
+
+@dataclass
+class Rank:
+    """One training process."""
+
+    job: Job
+    node: Node
+    rank: int
+    local: int
+    process: Process
+    record: Generation = field(default_factory=lambda: Generation(number=0))
+    chain: str = ""
+    superseded: SnapshotId | None = None
+    writer: Any = None
+    request: SnapshotRequest | None = None
+    busy_until: float = 0.0
+    segments: RankSegments = field(init=False)
+    acks: SnapshotAcks = field(init=False)
+    wanted: Wanted = field(init=False)
+
+    @property
+    def world(self) -> int:
+        """Ranks of the job."""
+        return self.record.world_size
+
+    def open_memory(self, world: int) -> Segment:
+        """Take this rank's segment, or make one."""
+        self.segments = RankSegments(self.node.directory, root_digest=1, rank=self.rank)
+        layout = 0x1000 + world
+        need: Any = SimpleNamespace(
+            layout=layout, data_bytes=DATA_BYTES, manifest_bytes=MANIFEST_BYTES, slot_bytes=DATA_BYTES + MANIFEST_BYTES
+        )
+        segment = self.segments.own_existing(need)
+        if segment is None:
+            path = next(p for p in self.segments._paths(layout) if not p.exists())
+            spec = SegmentSpec(
+                job="job", root_digest=1, rank=self.rank, slots=self.job.setup.slots, manifest_capacity=MANIFEST_BYTES,
+                data_capacity=DATA_BYTES, layout_hash=layout,
+            )  # fmt: skip
+            segment = make_segment(path, spec)
+        reservation = self.segments._reservation
+        reservation.segment = segment
+        reservation.ready.set()
+        return segment
+
+    def begin_life(self, record: Generation, chain: str, restored: SnapshotId | None, superseded: SnapshotId | None,
+                   locals_: int) -> None:  # fmt: skip
+        """Start to train from a restored state."""
+        self.record, self.chain, self.superseded = record, chain, superseded
+        first = self.local == 0
+        control = self.node.control
+        assert control is not None
+        self.acks = SnapshotAcks(
+            control=control, local_rank=self.local, rank=self.rank, world_size=record.world_size,
+            local_world_size=locals_, generation=record.number, restored=restored, parent=record.parent,
+            on_publish=self.node.wake_relay if record.world_size > locals_ else None,
+        )  # fmt: skip
+        self.wanted = Wanted(record.number)
+        row = control.row(self.local)
+        row.clear()
+        row.rank, row.world_size, row.generation = self.rank, record.world_size, record.number
+        if first and record.world_size > locals_:
+            self.node.relay_process = self.process
+            self.node.relay = AckRelay(
+                control=control, store=Carrier(self.job, self.node.index), generation=record.number,
+                firsts=self.job.firsts, first=self.rank, local_world_size=locals_,
+                messages=MessageFiles(self.node.folder),  # type: ignore[arg-type]
+            )  # fmt: skip
+        self.acks.publish(self.segments.complete())
+
+    # -- snapshots -------------------------------------------------------------------------------------------
+
+    def take(self, step: int, *, is_persist: bool) -> None:
+        """Begin the snapshot of a step, as `Session._take` and `_skip` do."""
+        if is_persist:
+            self.wanted.owe(step)
+        id_ = SnapshotId(self.record.number, step)
+        request = SnapshotRequest(
+            id=id_, job="job", rank=self.rank, world_size=self.world, coordinates={}, parent=self.record.parent,
+            persist=self.wanted.owed is not None,
+        )  # fmt: skip
+        writer = self.segments.begin(request, known=self.acks.known(), superseded=self.superseded)
+        if writer is None:
+            self.acks.publish(self.segments.complete(), low_watermark=id_)
+            self.job.note("skips", 1)
+            return
+        if request.persist:
+            self.wanted.begun(id_)
+        self.writer, self.request = writer, request
+        self.job.rules.taken(id_, self.chain, self.world)
+        row, bias = bytes_of(self.chain, self.rank)
+        table, total = table_of(self.rank, self.world)
+        whole = bytearray(total)
+        for start, part in zip(table.byte_offset.tolist(), (row, bias), strict=True):
+            whole[start : start + len(part)] = part
+        writer.data[: total // 2] = whole[: total // 2]
+        copy_s = self.job.setup.copy_s * (0.5 + self.job.random.random())
+        self.job.later(copy_s, lambda: self._complete(writer, request, bytes(whole)), self.process)
+
+    def _complete(self, writer: Any, request: SnapshotRequest, whole: bytes) -> None:
+        if self.writer is not writer:
+            return
+        self.writer = None
+        if self.job.random.random() < self.job.setup.discards:
+            writer.discard()
+            self.wanted.discarded(request.id, RuntimeError("changed"), persist=request.persist)
+            self.acks.publish(self.segments.complete(), low_watermark=request.id)
+            self.job.say(self.process.name, f"discards its snapshot of {request.id}")
+            return
+        writer.data[: len(whole)] = whole
+        table, total = table_of(self.rank, self.world)
+        digests = [
+            chunk_digests(memoryview(whole)[start : start + nbytes])
+            for start, nbytes in zip(table.byte_offset.tolist(), table.nbytes.tolist(), strict=True)
+        ]
+        values = {"step": request.id.step, "chain": self.job.truth_of(request.id), f"rng@rank{self.rank}": b"r"}
+        manifest = Manifest.of(request, table=table, digests=np.concatenate(digests), values=values)
+        writer.commit(encode_manifest(manifest), data_bytes=total)
+        self.acks.publish(self.segments.complete())
+        with contextlib.suppress(FileNotFoundError):
+            self.node.directory.notify(self.rank)
+
+
+def make_segment(path: Any, spec: SegmentSpec) -> Segment:
+    """Make a segment, as `Segment.create` does; what it reserves is beyond this simulation."""
+    file = memory.FILES.make(path, spec.nbytes)
+    block = Superblock(spec=spec, uid=os.getuid(), boot_id=bytes(16), created_ns=0)
+    raw = encode_superblock(block)
+    file.buffer[: len(raw)] = raw
+    segment = Segment(path, memory.FILES.open(path), block, memory.SimBlock(file))
+    segment.own()
+    return segment
+
+
+Later = Callable[[float, Callable[[], None]], None]
+__all__ = ["Carrier", "Killed", "Node", "Rank", "bytes_of", "make_segment", "table_of"]

@@ -1,0 +1,250 @@
+"""Bugs planted into the product's own lines, which the simulation must find: `python -m simulation.mutants`.
+
+Each is one replacement in one file of the product, made while the module is imported, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
+from typing import Any
+
+from support.paths import ROOT
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One planted bug: what it is called, the file, the line before and after."""
+
+    name: str
+    file: str
+    before: str
+    after: str
+
+
+_P, _C, _S, _L = "daemon/persister", "flashckpt/checkpoint", "flashckpt/shm", "flashckpt/planning"
+MUTANTS = [
+    # slots
+    Mutant("M1: the newest common slot is overwritten", f"{_L}/slot_policy.py",
+           "h.identity < newest_common)", "h.identity <= newest_common)"),
+    Mutant("M1: what nobody else holds yet counts as old", f"{_L}/slot_policy.py",
+           "newest_common = max(common, default=None)", "newest_common = max((h.identity for h in headers), default=None)"),
+    Mutant("M1: superseded slots up to the next step", f"{_L}/slot_policy.py",
+           "h.identity <= superseded)", "h.identity.generation <= superseded.generation + 1)"),
+    Mutant("a pin does not keep a slot", f"{_S}/segment.py",
+           "if slot in self._writing or not self._lease.exclusive(1 + slot):", "if slot in self._writing:"),
+    Mutant("a slot is never let go", f"{_S}/segment.py",
+           "        self._lease.release(1 + slot)\n\n    def _put_both", "        pass\n\n    def _put_both"),
+    Mutant("COMPLETE before the manifest is there", f"{_S}/slot_writer.py",
+           "        self._buffer[at : at + len(manifest)] = manifest\n", "        del at\n"),
+    Mutant("the header says WRITING in neither copy", f"{_S}/segment.py",
+           "header = self._put_both_headers(slot, header)\n        self._writing.add",
+           "header = replace(header, sequence=self.header(slot).sequence)\n        self._writing.add"),
+    Mutant("a pin is not checked again under its lock", f"{_S}/inventory.py",
+           "if taken is not None and taken.header.identity != held.header.identity:", "if False:"),
+    # acknowledgements
+    Mutant("common: what one rank holds", f"{_S}/acks.py",
+           "frozenset(parts[0].common).intersection(*(part.common for part in parts[1:]))",
+           "frozenset(parts[0].common).union(*(part.common for part in parts[1:]))"),
+    Mutant("a rank that has not published counts", f"{_S}/acks.py",
+           "is_whole = bool(parts) and all(part.is_whole for part in parts)", "is_whole = bool(parts)"),
+    Mutant("watermark off by one", f"{_S}/acks.py",
+           "self.listed_above < identity <= self.low_watermark", "self.listed_above < identity < self.low_watermark"),
+    Mutant("watermark is not published", f"{_S}/acks.py",
+           "self._low_watermark = max(self._low_watermark, low_watermark)", "pass"),
+    Mutant("rolled-back snapshots are acknowledged", f"{_S}/acks.py",
+           "if i[0] == self._generation or not is_rolled_back(i, self._line)]", "]"),
+    Mutant("what was restored is not common", f"{_S}/acks.py",
+           "common = {*self.common, *([restored] if restored is not None else [])}", "common = {*self.common}"),
+    Mutant("the relay never publishes the job's record", f"{_S}/ack_relay.py",
+           "self._control.publish_job_acks(self._generation, encode_group(job))", "pass"),
+    Mutant("the relay rests at once", f"{_S}/ack_relay.py",
+           "        if self._may_rest(mine, outgoing):\n", "        if self._published is not None:\n"),
+    Mutant("a dead relay is believed for ever", f"{_S}/messages.py",
+           "if not 0 <= silent_s < SILENT_S or not _is_running(pid):", "if False:"),
+    # lineage and selection
+    Mutant("rolled back: off by one", "flashckpt/core/lineage.py",
+           "        if step > parent_step:\n", "        if step > parent_step + 1:\n"),
+    Mutant("rolled back: earlier generations are forgotten", "flashckpt/core/lineage.py",
+           "        if parent_generation < generation:  #", "        if False:  #"),
+    Mutant("rolled back: the own generation counts", "flashckpt/core/lineage.py",
+           "if record.number <= generation or record.parent is None:", "if record.number < generation or record.parent is None:"),
+    Mutant("selection ignores the lineage", f"{_L}/selection.py",
+           "wanted = [i for i in wanted if not is_rolled_back(i, lineage)]", "pass"),
+    Mutant("selection: oldest first", "flashckpt/core/lineage.py",
+           "for identity in sorted({*whole, *part}, reverse=True):", "for identity in sorted({*whole, *part}):"),
+    Mutant("selection: what some ranks hold is common", "flashckpt/core/lineage.py",
+           "if size > 0 and _holds_all(held, size) and", "if size > 0 and"),
+    Mutant("the next generation has the number of the last", f"{_L}/selection.py",
+           "next_generation=highest + 1,", "next_generation=max(highest, 1),"),
+    Mutant("slots that were rolled back are not emptied", "flashckpt/restore/gather.py",
+           "                segment.mark_empty(slot)\n", "                pass\n"),
+    Mutant("all slots are emptied", "flashckpt/restore/gather.py",
+           "if header.is_complete and is_rolled_back(header.identity, [record]):", "if header.is_complete:"),
+    Mutant("the lineage is not written", "flashckpt/restore/gather.py",
+           "        directory.write_generation(record)\n    if record.parent", "        pass\n    if record.parent"),
+    # negotiation
+    Mutant("no fence before a decision", f"{_P}/negotiation.py",
+           "        yield p.CheckFence()\n        yield p.WriteIntent", "        yield p.WriteIntent"),
+    Mutant("an intent of a rolled-back lineage is joined", f"{_P}/negotiation.py",
+           "elif is_rolled_back(intent.identity, [tick.generation]):", "elif False:"),
+    Mutant("abandoned intents are waited for", f"{_P}/negotiation.py",
+           "if not lost:\n            return True", "if True:\n            return True"),
+    Mutant("the floor does not rise with a commit", f"{_P}/negotiation.py",
+           "        self.floor = max(self.floor, identity)\n        is_committed", "        is_committed"),
+    Mutant("a candidate is not unpinned when another is", f"{_P}/negotiation.py",
+           "isinstance((yield p.PinSlots(identity, ranks)), p.Pinned):\n            yield from self._unpin()\n",
+           "isinstance((yield p.PinSlots(identity, ranks)), p.Pinned):\n"),
+    Mutant("agreement: part of the world is enough", f"{_P}/agreement.py",
+           "if not covers_world(proposals):", "if False:"),
+    Mutant("agreement: any pinned snapshot is chosen", f"{_P}/agreement.py",
+           "(only,) = pinned if len(pinned) == 1 else (None,)", "only = max((one for one in pinned if one), default=None)"),
+    Mutant("agreement: urgent takes what one node holds", f"{_P}/agreement.py",
+           "shared = set.intersection(*(", "shared = set.union(*("),
+    Mutant("agreement: a persist step that was skipped is no miss", f"{_P}/agreement.py",
+           "not (is_gone and any(", "not (False and any("),
+    Mutant("slots are not looked at while the root is asked", f"{_P}/coordinator.py",
+           "with self._seeker.seeking(self.negotiation.sought):", "with self._seeker.seeking(None):"),
+    # persist and commit
+    Mutant("the lease is not waited for", f"{_P}/persist.py",
+           "if not is_free and now_s - self.since_s < self.expires_s:", "if not is_free and now_s < self.since_s:"),
+    Mutant("the lease of a dead node never expires", f"{_P}/persist.py",
+           "if not is_free and now_s - self.since_s < self.expires_s:", "if not is_free:"),
+    Mutant("commit without all indexes", f"{_P}/persist.py",
+           "        if not indexes.missing:\n            return True", "        return True"),
+    Mutant("a commit is reported that was not made", f"{_P}/persist.py",
+           "return Outcome.GIVEN_UP if isinstance(answer, p.TombstoneFound) else Outcome.COMMITTED", "return Outcome.COMMITTED"),
+    Mutant("waiting for others ends at once", f"{_P}/persist.py",
+           "if now_s - self.written_s > patience_s:", "if now_s - self.written_s > 0:"),
+    Mutant("other writers are waited for without end", f"{_P}/persist.py",
+           "if now_s - self.written_s > patience_s:", "if False:"),
+    Mutant("the writers of a commit are those here", f"{_P}/coordinator.py",
+           "commit(self._connected(), prefix_of(*intent.identity), intent.writers)",
+           "commit(self._connected(), prefix_of(*intent.identity), sorted(self.flush.pins))"),
+    Mutant("the index before the packs", f"{_P}/flush.py",
+           "completes = not self._is_claimed and self._indexes.keys() >= self._wanted",
+           "completes = not self._is_claimed and bool(self._indexes)"),
+    Mutant("a failed write counts as finished", f"{_P}/flush.py",
+           "            return WriteFailed(self.cause_of(error), problem_of(error), tuple(failed))\n", "            break\n"),
+    Mutant("after a failure there is no next attempt", f"{_P}/attempts.py",
+           "return time.monotonic() >= self._again_s", "return self._again_s == 0.0"),
+    Mutant("a digest is not checked while packs are written", f"{_C}/writer.py",
+           "            if found != expected:\n", "            if False:\n"),
+    Mutant("a snapshot that was overwritten is persisted", f"{_S}/lease.py",
+           "        if newest_copy(page)[0] != self.header:\n            return False\n", ""),
+    Mutant("MANIFEST is written over", f"{_C}/writer.py",
+           'if not store.put_if_absent(f"{prefix}/{MANIFEST}", encode_manifest(merged)):',
+           'if store.put(f"{prefix}/{MANIFEST}", encode_manifest(merged)):'),
+    Mutant("packs are not looked at before the commit", f"{_C}/indexes.py",
+           "    check_packs(store, prefix, indexes, sizes)\n    return indexes", "    return indexes"),
+    Mutant("a claim of somebody else is ours", f"{_C}/generations.py",
+           "return _read_claim(store, _claim_key(claim.number)).token == claim.token", "return True"),
+    Mutant("a lost answer of a claim is a refusal", f"{_C}/generations.py",
+           "        won = owns_generation(store, claim)\n    if won:", "        won = False\n    if won:"),
+    Mutant("the fence ignores newer generations", f"{_C}/generations.py",
+           "if (newest := max(claimed, default=0)) > claim.number:", "if (newest := 0) > claim.number:"),
+    Mutant("an intent is never closed or swept", f"{_C}/sweeping.py",
+           "store.delete_many([info.key for info in store.list(INTENTS) if _is_decided(info.key, newest)])", "pass"),
+    # retention
+    Mutant("data before its tombstone", f"{_C}/retention.py",
+           "            batch = _bury(store, contents.names, batch, now)\n        data = data_of(store, batch)\n",
+           "            store.delete_many([e.key for e in data_of(store, batch)])\n            batch = _bury(store, contents.names, "
+           "batch, now)\n        data = data_of(store, batch)\n"),
+    Mutant("retention keeps one less", f"{_C}/retention.py",
+           "if place < max(1, policy.keep_last) or every", "if place < max(1, policy.keep_last - 1) or every"),
+    Mutant("retention counts what was rolled back", f"{_C}/retention.py",
+           "abandoned = {info.identity for info in infos if is_rolled_back(info.identity, generations)}", "abandoned = set()"),
+    Mutant("retention ignores keep_every", f"{_C}/retention.py",
+           "or every or info.prefix in kept", "or info.prefix in kept"),
+    Mutant("retention ignores keep marks", f"{_C}/retention.py",
+           "or info.prefix in kept or info.prefix in leased:", "or info.prefix in leased:"),
+    Mutant("retention counts damaged checkpoints", f"{_C}/retention.py",
+           "infos = [info for info in infos if info.prefix not in bad]", "pass"),
+    Mutant("a sweep takes what is being written", f"{_C}/sweeping.py",
+           "return not folder.is_deleted and newest is not None and identity < newest and folder.age_s >= older_than_s",
+           "return not folder.is_deleted"),
+    Mutant("orphans stay for ever", f"{_C}/sweeping.py",
+           "orphans = [one for one in folders if _is_orphan(one, newest, older_than_s)]", "orphans = []"),
+    Mutant("segments in use are retired", f"{_P}/retire.py",
+           "all(held.header.generation < record.number and held.header.identity < newest for held in group)",
+           "all(held.header.identity <= newest for held in group)"),
+    Mutant("the status says what is only decided", f"{_P}/service.py",
+           "            committed=persisting.committed,\n", "            committed=persisting.committed and persisting.floor,\n"),
+]  # fmt: skip
+
+
+BUSY: dict[str, object] = {"step_s": 1.0, "persist_every": 2, "faults_s": 100.0}
+"""A job in which much happens in little time: many seeds of it are run sooner than one long one."""
+
+
+def mutated(mutant: Mutant) -> str:
+    """Return the text of its file with the bug in it."""
+    text = (ROOT / mutant.file).read_text()
+    if text.count(mutant.before) != 1:
+        raise ValueError(f"{mutant.name}: {text.count(mutant.before)} such places in {mutant.file}")
+    return text.replace(mutant.before, mutant.after)
+
+
+def plant(mutant: Mutant) -> None:
+    """Have the module that is imported later carry the bug."""
+    text, original = mutated(mutant), SourceFileLoader.get_code
+    path = (ROOT / mutant.file).resolve()
+
+    def get_code(self: SourceFileLoader, name: str) -> Any:
+        if os.path.realpath(self.path) == str(path):
+            return compile(text, self.path, "exec")
+        return original(self, name)
+
+    SourceFileLoader.get_code = get_code  # type: ignore[method-assign, assignment]
+
+
+def hunt(mutant: Mutant, seeds: int, seconds: float) -> str:
+    """Plant it here, and return what found it."""
+    plant(mutant)
+    from simulation.plan import draw
+    from simulation.run import simulate
+
+    end = time.process_time() + seconds
+    for seed in range(1, seeds + 1):
+        try:
+            outcome = simulate(seed, *draw(seed, **BUSY))
+        except BaseException as error:  # noqa: BLE001 -- a crash of the product's loop is a find, too
+            return f"{seed}\t{type(error).__name__}: {error}"
+        if outcome.rule:
+            return f"{seed}\t{outcome.problem}"
+        if time.process_time() > end:
+            return f"-\tnot in {seed} seeds"
+    return f"-\tnot in {seeds} seeds"
+
+
+def main(arguments: list[str]) -> int:
+    """Hunt all of them, or those whose name contains a word; the exit code is the number of those that got away."""
+    parser = argparse.ArgumentParser(prog="simulation.mutants", description=__doc__)
+    parser.add_argument("--only", default="", help="part of a name")
+    parser.add_argument("--seeds", type=int, default=1000)
+    parser.add_argument("--seconds", type=float, default=1e9, help="of a processor, for each")
+    chosen = parser.parse_args(arguments)
+    import torch  # noqa: F401 -- once, before the processes fork: it takes longer than many seeds
+
+    missed = 0
+    for mutant in [one for one in MUTANTS if chosen.only in one.name]:
+        sys.stdout.flush()
+        read, write = os.pipe()
+        if (pid := os.fork()) == 0:
+            os.write(write, hunt(mutant, chosen.seeds, chosen.seconds).encode()[:4000])
+            os._exit(0)
+        os.close(write)
+        with os.fdopen(read) as answer:
+            seed, _, found = answer.read().partition("\t")
+        os.waitpid(pid, 0)
+        missed += seed in ("-", "")
+        sys.stdout.write(f"{mutant.name:55} seed {seed or '?':>5}  {found[:110]}\n")
+    return missed
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

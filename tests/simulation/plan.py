@@ -1,0 +1,278 @@
+"""What happens to a job: a setup and a list of faults, drawn from a seed, or written down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+
+from flashckpt.checkpoint.generations import GENERATIONS, encode_claim
+from flashckpt.checkpoint.root_records import parse_prefix
+from flashckpt.core.lineage import Generation
+from flashckpt.core.snapshot_id import SnapshotId
+from simulation.clock import CLOCK
+from simulation.job import Job, Setup
+from simulation.machines import Node
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that goes wrong.
+
+    Attributes:
+        at_s: When.
+        kind: Which, of `KINDS`.
+        target: Which node, rank or object: a number that is taken modulo how many there are.
+        value: How long or how much.
+    """
+
+    at_s: float
+    kind: str
+    target: int = 0
+    value: float = 0.0
+
+    def __str__(self) -> str:
+        """Return it as it is written down."""
+        return f"Fault({self.at_s:.2f}, {self.kind!r}, {self.target}, {self.value:.2f})"
+
+
+def _node(job: Job, target: int) -> Node:
+    return job.nodes[target % len(job.nodes)]
+
+
+def kill_rank(job: Job, target: int, value: float) -> None:
+    if job.ranks:
+        job.kill(job.ranks[target % len(job.ranks)].process)
+
+
+def kill_rank_later(job: Job, target: int, value: float) -> None:
+    if job.ranks:
+        job.ranks[target % len(job.ranks)].process.deadly_in = int(value * 12)
+
+
+def kill_persister(job: Job, target: int, value: float) -> None:
+    job.kill(_node(job, target).persister)
+
+
+def kill_persister_later(job: Job, target: int, value: float) -> None:
+    if (process := _node(job, target).persister) is not None:
+        process.deadly_in = int(value * 40)
+
+
+def stop_persister(job: Job, target: int, value: float) -> None:
+    """SIGTERM."""
+    node = _node(job, target)
+    if node.persister is not None and node.persister.alive and node.daemon is not None:
+        CLOCK.scheduler.call_as(node.persister, partial(node.daemon.stop, 15, None))
+
+
+def kill_agent(job: Job, target: int, value: float) -> None:
+    job.kill(_node(job, target).agent)
+
+
+def _kill_node(job: Job, node: Node, *, loses: bool, back_s: float) -> None:
+    if not node.is_up:
+        return
+    node.is_up = False
+    for process in list(job.processes):
+        if process.node == node.index:
+            job.kill(process)
+    if loses:
+        folder = str(node.folder.parent)
+        node.lose_memory()
+        job.rules.memory_lost(folder + "/")
+
+    def back() -> None:
+        node.is_up = True
+        node.persister = node.agent = None
+        job.start_agent(node)
+        job.start_if_idle()
+
+    job.later(back_s, back)
+
+
+def lose_node(job: Job, target: int, value: float) -> None:
+    _kill_node(job, _node(job, target), loses=True, back_s=5 + value * 100)
+
+
+def restart_node(job: Job, target: int, value: float) -> None:
+    _kill_node(job, _node(job, target), loses=False, back_s=5 + value * 100)
+
+
+def lose_all(job: Job, target: int, value: float) -> None:
+    for node in job.nodes:
+        _kill_node(job, node, loses=True, back_s=5 + value * 50)
+
+
+def restart_all(job: Job, target: int, value: float) -> None:
+    for node in job.nodes:
+        _kill_node(job, node, loses=False, back_s=5 + value * 50)
+
+
+def pause_persister(job: Job, target: int, value: float) -> None:
+    if (process := _node(job, target).persister) is not None:
+        process.paused_until = CLOCK.scheduler.now + value * value * 700
+
+
+def pause_rank(job: Job, target: int, value: float) -> None:
+    if job.ranks:
+        job.ranks[target % len(job.ranks)].process.paused_until = CLOCK.scheduler.now + value * value * 100
+
+
+def pause_node(job: Job, target: int, value: float) -> None:
+    node = _node(job, target)
+    for process in job.processes:
+        if process.node == node.index:
+            process.paused_until = CLOCK.scheduler.now + value * value * 300
+
+
+def set_clock(job: Job, target: int, value: float) -> None:
+    CLOCK.offset_s[_node(job, target).index] = (value - 0.5) * 10 ** (1 + target % 7)
+
+
+def _trouble(name: str, level: Callable[[float], object]) -> Callable[[Job, int, float], None]:
+    def start(job: Job, target: int, value: float) -> None:
+        trouble = job.bucket.trouble
+        calm = getattr(type(trouble)(), name)
+        setattr(trouble, name, level(value))
+        job.later(5 + value * 120, lambda: setattr(trouble, name, calm))
+
+    return start
+
+
+def cut_root(job: Job, target: int, value: float) -> None:
+    index = _node(job, target).index
+    job.bucket.trouble.cut.add(index)
+    job.later(2 + value * 120, lambda: job.bucket.trouble.cut.discard(index))
+
+
+def cut_nodes(job: Job, target: int, value: float) -> None:
+    """A node cannot reach the store of the process group: it neither says nor hears anything."""
+    index = _node(job, target).index
+    job.cut_off.add(index)
+    job.later(2 + value * 60, lambda: job.cut_off.discard(index))
+
+
+def resize(job: Job, target: int, value: float) -> None:
+    job.wanted = 1 + target % len(job.nodes)
+    job.later(0.0, job._recover)
+
+
+def roll_back(job: Job, target: int, value: float) -> None:
+    """A user has an earlier checkpoint restored."""
+    known = sorted(one for one in job.rules.committed if job.rules.is_on_line(one))
+    if known:
+        job.ask_step = known[target % len(known)].step
+        job.later(0.0, job._recover)
+
+
+def _checkpoints(job: Job) -> list[str]:
+    return sorted({key.partition("/")[0] for key in job.bucket.keys if key.startswith("step-")})
+
+
+def delete_checkpoint(job: Job, target: int, value: float) -> None:
+    """An operator deletes a folder by hand, or half of it."""
+    if names := _checkpoints(job):
+        prefix = names[target % len(names)]
+        job.note("operator")
+        _by_hand(job, lambda: job.bucket.drop_all(prefix + "/"), prefix)
+
+
+def damage_checkpoint(job: Job, target: int, value: float) -> None:
+    """Bytes of a committed checkpoint are cut off."""
+    keys = [key for key in job.bucket.keys if key.endswith(".fck") and parse_prefix(key.partition("/")[0])]
+    if keys:
+        key = keys[target % len(keys)]
+        job.note("operator")
+        half = job.bucket.objects[key][0][: int(len(job.bucket.objects[key][0]) * value)]
+        _by_hand(job, lambda: job.bucket.set(key, half), key.partition("/")[0])
+
+
+def _by_hand(job: Job, work: Callable[[], object], prefix: str) -> None:
+    job.is_operator = True
+    identity = parse_prefix(prefix)
+    assert identity is not None
+    job.rules.removed_by_operator(identity)
+    work()
+    job.is_operator = False
+
+
+def other_job(job: Job, target: int, value: float) -> None:
+    """Another run is started on the same root: it claims the next generation, and dies."""
+    newest = max((int(key.rpartition("/")[2]) for key in job.bucket.below(GENERATIONS)), default=0)
+    claim = Generation(number=newest + 1, token="stranger", parent=None)
+    job.bucket.set(f"{GENERATIONS}{newest + 1:06d}", encode_claim(claim))
+    job.rules.begins(claim, is_on_root=True)
+    job.note("stranger")
+
+
+def keep_mark(job: Job, target: int, value: float) -> None:
+    committed = sorted(job.rules.committed)
+    if committed:
+        from flashckpt.checkpoint.root_records import prefix_of
+
+        job.bucket.set(f"keep/{prefix_of(*committed[target % len(committed)])}", b"")
+
+
+KINDS: dict[str, Callable[[Job, int, float], None]] = {
+    "kill rank": kill_rank,
+    "kill rank at a point": kill_rank_later,
+    "kill persister": kill_persister,
+    "kill persister at a point": kill_persister_later,
+    "stop persister": stop_persister,
+    "kill agent": kill_agent,
+    "lose node": lose_node,
+    "restart node": restart_node,
+    "lose all nodes": lose_all,
+    "restart all nodes": restart_all,
+    "pause persister": pause_persister,
+    "pause rank": pause_rank,
+    "pause node": pause_node,
+    "set clock": set_clock,
+    "storage refuses": _trouble("refuses", lambda v: 0.05 + 0.6 * v),
+    "storage forgets": _trouble("forgets", lambda v: 0.05 + 0.6 * v),
+    "storage lies": _trouble("lies", lambda v: 0.1 + 0.8 * v),
+    "storage is slow": _trouble("slowness", lambda v: 2 + 60 * v),
+    "storage is gone": _trouble("is_gone", lambda _: True),
+    "storage denies": _trouble("is_denied", lambda _: True),
+    "storage is full": _trouble("is_full", lambda _: True),
+    "listings lag": _trouble("lag_s", lambda v: 0.1 + 10 * v),
+    "cut from root": cut_root,
+    "cut between nodes": cut_nodes,
+    "resize": resize,
+    "roll back": roll_back,
+    "operator deletes": delete_checkpoint,
+    "operator damages": damage_checkpoint,
+    "other job": other_job,
+    "keep mark": keep_mark,
+}
+
+
+def draw(seed: int, **fixed: object) -> tuple[Setup, list[Fault]]:
+    """Return the setup and the faults of a seed: few kinds in each, so that rare ones meet often."""
+    random = Random(f"{seed} plan")
+    nodes = random.choice((1, 1, 2, 2, 3, 4))
+    values: dict[str, object] = {
+        "nodes": nodes,
+        "per_node": random.choice((1, 1, 2)) if nodes < 4 else 1,
+        "slots": random.choice((2, 3, 3)),
+        "step_s": random.choice((1.0, 3.0, 10.0)),
+        "persist_every": random.choice((2, 5, 12)),
+        "copy_s": random.choice((0.1, 0.8)),
+        "discards": random.choice((0.0, 0.0, 0.03)),
+        "keep_last": random.choice((1, 2, 3)),
+        "keep_every": random.choice((None, None, 20)),
+        "latency_s": random.choice((0.005, 0.02, 0.15)),
+    } | fixed
+    setup = Setup(**values)  # type: ignore[arg-type]
+    kinds = random.sample(sorted(KINDS), random.choice((1, 2, 3, 5, 8)))
+    count = random.choice((1, 3, 8, 20))
+    faults = [
+        Fault(random.uniform(0, setup.faults_s), random.choice(kinds), random.randrange(1000), random.random())
+        for _ in range(count)
+    ]
+    return setup, sorted(faults, key=lambda fault: fault.at_s)
+
+
+__all__ = ["KINDS", "Fault", "SnapshotId", "draw"]

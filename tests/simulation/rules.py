@@ -1,0 +1,233 @@
+"""What must be true at every moment of a simulation, found out apart from the product's own decisions."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from flashckpt.checkpoint.generations import decode_claim
+from flashckpt.checkpoint.root_records import TOMBSTONE, parse_prefix, prefix_of
+from flashckpt.core.digest import digest
+from flashckpt.core.lineage import Generation
+from flashckpt.core.manifest import decode_manifest
+from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.errors import FlashckptError
+from simulation import memory
+from simulation.clock import CLOCK
+from simulation.machines import bytes_of
+
+if TYPE_CHECKING:
+    from simulation.job import Job
+
+
+class Violation(BaseException):  # not an Exception: the product's loops must not swallow it
+    """Something is true that must never be."""
+
+    def __init__(self, rule: str, text: str) -> None:
+        super().__init__(f"{rule}: {text}")
+        self.rule = rule
+
+
+class Rules:
+    """The truth about one simulation.
+
+    Attributes:
+        truth: The state and the world of each snapshot that was ever begun.
+        committed: Checkpoints that are on the root now, whole.
+        ever: All that ever were.
+        trained: The newest generation that took a snapshot.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.truth: dict[SnapshotId, tuple[str, int]] = {}
+        self.taken_at: dict[SnapshotId, float] = {}
+        self.committed: set[SnapshotId] = set()
+        self.ever: set[SnapshotId] = set()
+        self.trained = 0
+        self.parents: dict[int, SnapshotId | None] = {}
+        self.on_root: dict[int, SnapshotId | None] = {}
+        self._held: dict[str, frozenset[SnapshotId]] = {}  # per segment
+        self.folders: set[str] | None = None  # of the machines of the present worker group; what others hold is lost
+        self._named: set[SnapshotId] = set()  # on the root, though packs may be damaged
+        self._best: SnapshotId | None = None
+        self._removed: set[SnapshotId] = set()  # by an operator
+
+    # -- lineage ---------------------------------------------------------------------------------------------
+
+    def begins(self, record: Generation, *, is_on_root: bool) -> None:
+        """A generation is written down somewhere."""
+        self.parents[record.number] = record.parent
+        if is_on_root:
+            self.on_root[record.number] = record.parent
+        self._best = self.best()
+
+    def line(self, newest: int, parents: dict[int, SnapshotId | None]) -> dict[int, float]:
+        """Return what survives of each generation from where one stands: the last step."""
+        bounds: dict[int, float] = {}
+        number, step = newest, float("inf")
+        while number > 0:
+            bounds[number] = step
+            parent = parents.get(number)
+            if parent is not None:
+                number, step = parent
+            else:  # it began with nothing, or before anything was known of it: it hides nothing
+                number, step = number - 1, float("inf")
+        return bounds
+
+    def is_on_line(self, identity: SnapshotId, newest: int | None = None) -> bool:
+        """Whether nothing has rolled a snapshot back."""
+        number = max(self.parents, default=0) if newest is None else newest
+        return identity.step <= self.line(number, self.parents).get(identity.generation, -1)
+
+    def best(self) -> SnapshotId | None:
+        """Return the newest snapshot that memory or storage can prove, on the line of the newest generation."""
+        return self.best_for(self.folders)
+
+    def best_for(self, folders: set[str] | None) -> SnapshotId | None:
+        """Return the newest that can be proved with the memory of some machines alone."""
+        holders: dict[SnapshotId, set[int]] = defaultdict(set)
+        for text, ids in self._held.items():
+            if folders is None or text.rpartition("/")[0] in folders:
+                for one in ids:
+                    holders[one].add(int(text.rpartition("/")[2][1:6]))
+        found = [one for one, ranks in holders.items() if len(ranks) == self.truth[one][1]]
+        bounds = self.line(max(self.parents, default=0), self.parents)
+        return max(
+            (one for one in [*found, *self.committed] if one.step <= bounds.get(one.generation, -1)), default=None
+        )
+
+    # -- memory ----------------------------------------------------------------------------------------------
+
+    def taken(self, identity: SnapshotId, chain: str, world: int) -> None:
+        """A rank begins a snapshot."""
+        self.trained = max(self.trained, identity.generation)
+        self.taken_at.setdefault(identity, CLOCK.scheduler.now)
+        known = self.truth.setdefault(identity, (chain, world))
+        if known != (chain, world):
+            raise Violation("one state per id", f"{identity} was taken of two states")
+
+    def segment_changed(self, path: memory.SimPath, headers: list[SnapshotId]) -> None:
+        """The headers of a segment were written."""
+        text = str(path)
+        before, after = self._held.get(text, frozenset()), frozenset(headers)
+        if before == after:
+            return
+        self._held[text] = after
+        found = self.best()
+        if self._best is not None and (found is None or found < self._best):
+            raise Violation("M1", f"{self._best} was common or committed, and {found or 'nothing'} is left")
+        self._best = found
+
+    def memory_lost(self, prefix: str) -> None:
+        """A machine is gone: nobody promised what was there alone."""
+        self._held = {text: ids for text, ids in self._held.items() if not text.startswith(prefix)}
+        self._best = self.best()
+
+    # -- storage ---------------------------------------------------------------------------------------------
+
+    def root_changed(self, kind: str, key: str, before: bytes | None, after: bytes | None) -> None:
+        """An object was written or removed."""
+        folder, _, name = key.rpartition("/")
+        if name == "MANIFEST" and (identity := parse_prefix(folder)) is not None:
+            self._manifest_changed(identity, before, after)
+        elif folder == "generations" and kind == "put" and before is not None and before != after:
+            raise Violation("one claim per number", f"the claim {key} was written over")
+        elif folder == "generations" and after is not None:
+            self.begins(decode_claim(after, key, "sim"), is_on_root=True)
+        elif kind == "delete" and (identity := parse_prefix(folder)) in self.committed and name.startswith("r"):
+            raise Violation("no data goes before its tombstone", f"{key} was deleted while {folder} is committed")
+        elif (identity := parse_prefix(folder)) in self.committed and name.startswith("r") and before != after:
+            self._check_whole(identity)
+
+    def _manifest_changed(self, identity: SnapshotId, before: bytes | None, after: bytes | None) -> None:
+        was = identity in self.committed
+        if after is not None and not after.startswith(TOMBSTONE):
+            if before is not None and before != after and not self.job.is_operator:
+                raise Violation("one committed state per id", f"MANIFEST of {identity} was replaced")
+            if self.job.is_operator:
+                return
+            self.committed.add(identity)
+            self._named.add(identity)
+            self.ever.add(identity)
+            self._check_whole(identity)
+            self._best = max(self._best, self.best() or identity) if self._best is not None else self.best()
+            self.job.committed(identity)
+            return
+        if was and not self.job.is_operator:
+            self._may_go(identity)
+        self.committed.discard(identity)
+        self._named.discard(identity)
+        self._best = self.best()
+
+    def _check_whole(self, identity: SnapshotId | None) -> None:
+        """Read a checkpoint as it lies there, and compare it with what was trained."""
+        assert identity is not None
+        prefix, objects = prefix_of(*identity), self.job.bucket.objects
+        if identity not in self.truth:
+            raise Violation("only what was taken is committed", f"{identity} was never taken")
+        chain, world = self.truth[identity]
+        try:
+            manifest = decode_manifest(objects[f"{prefix}/MANIFEST"][0])
+        except FlashckptError as error:
+            raise Violation("what is committed is whole", f"MANIFEST of {identity}: {error}") from None
+        table, names = manifest.table, manifest.objects
+        if manifest.identity != identity or manifest.values.get("chain") != chain:
+            raise Violation("what is committed is whole", f"MANIFEST of {identity} is of another state")
+        rows = 0
+        for row in range(len(table.nbytes)):
+            name, start, nbytes = names[int(table.object_id[row])], int(table.byte_offset[row]), int(table.nbytes[row])
+            raw = objects.get(f"{prefix}/{name}", (b"", 0.0))[0][start : start + nbytes]
+            rank = int(table.offsets[table.dim_start[row]]) if table.fqn(row) == "weight" else -1
+            wanted = bytes_of(chain, rank)[0 if rank >= 0 else 1]
+            rows += rank >= 0
+            if raw != wanted or digest(raw) != int(manifest.digests[int(table.first_chunk[row])]):
+                raise Violation("what is committed is whole", f"{identity}: bytes of {table.fqn(row)}, rank {rank}")
+        if rows != world:
+            raise Violation("what is committed is whole", f"{identity}: {rows} of {world} ranks")
+
+    def _may_go(self, identity: SnapshotId) -> None:
+        """Retention buries a checkpoint."""
+        setup = self.job.setup
+        bounds = self.line(max(self.on_root, default=0), self.on_root)
+        alive = sorted((one for one in self._named if one.step <= bounds.get(one.generation, -1)), reverse=True)
+        if identity in alive[: max(1, setup.keep_last or len(alive))]:
+            raise Violation("nothing that retention protects is deleted", f"{identity}, of {alive[:4]}")
+        if setup.keep_every and identity.step % setup.keep_every == 0 and identity in alive:
+            raise Violation("nothing that retention protects is deleted", f"{identity}: keep_every {setup.keep_every}")
+        if f"keep/{prefix_of(*identity)}" in self.job.bucket.objects:
+            raise Violation("nothing that retention protects is deleted", f"{identity} has a keep mark")
+
+    def removed_by_operator(self, identity: SnapshotId) -> None:
+        """A person deleted or damaged a checkpoint."""
+        self.committed.discard(identity)
+        self._best = self.best()
+
+    # -- what is said ----------------------------------------------------------------------------------------
+
+    def said(self, committed: SnapshotId | None) -> None:
+        """A persister says what is committed."""
+        if committed is not None and committed not in self.ever:
+            raise Violation("only what is committed is called so", f"{committed}")
+
+    def restored(self, identity: SnapshotId | None, chain: str, *, best: SnapshotId | None, wanted: int | None) -> None:
+        """All ranks have restored.
+
+        Args:
+            identity: What; None: they start fresh.
+            chain: The state that they have now.
+            best: The newest that could be proved when they began.
+            wanted: The step that somebody asked for.
+        """
+        if identity is None:
+            if best is not None:
+                raise Violation("a restore takes the newest", f"a fresh start, although {best} is there")
+            return
+        if self.truth[identity][0] != chain:
+            raise Violation("what is restored is what was trained", f"{identity}")
+        if wanted is not None:
+            return
+        if not self.is_on_line(identity, self.trained):
+            raise Violation("nothing that was rolled back is restored", f"{identity}")
+        if best is not None and identity < best:
+            raise Violation("a restore takes the newest", f"{identity}, although {best} is there")

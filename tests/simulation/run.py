@@ -1,0 +1,236 @@
+"""One simulation from its seed to its end, its story, and the shortest story that ends alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any
+
+from flashckpt.checkpoint.retention import Policy
+from flashckpt.daemon.persister.housekeeping import sweep_root
+from flashckpt.errors import FlashckptError
+from flashckpt.shm.job_directory import JobDirectory
+from flashckpt.shm.segment import Segment
+from simulation import memory, seams
+from simulation.clock import CLOCK, Process
+from simulation.job import Job, Setup
+from simulation.plan import KINDS, Fault, draw
+from simulation.rules import Violation
+from simulation.storage import SimStore, Trouble
+
+_current: list[Job] = []
+_draw = Random(0)
+LIVELY_S = 900.0
+"""Virtual seconds without a fault after which something that was taken in them is committed."""
+
+
+@dataclass
+class Outcome:
+    """How one simulation ended.
+
+    Attributes:
+        seed: Its seed.
+        rule, problem: What was broken; "" if nothing was.
+        story: What happened.
+        faults: What went wrong on purpose.
+        counts: Numbers.
+        virtual_s: How much virtual time it took.
+    """
+
+    seed: int
+    setup: Setup
+    faults: list[Fault]
+    rule: str = ""
+    problem: str = ""
+    story: list[tuple[float, str, str]] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+    virtual_s: float = 0.0
+
+    def tell(self, last: int = 60) -> str:
+        """Return the story in lines."""
+        lines = [f"seed {self.seed}: {self.setup}", *(f"  {fault}" for fault in self.faults), ""]
+        lines += [f"{at / 60:7.2f} min  {who:14} {what}" for at, who, what in self.story[-last:]]
+        return "\n".join([*lines, "", f"BROKEN: {self.problem}" if self.rule else "nothing was broken"])
+
+
+def prepare() -> None:
+    """Put the simulation in the place of the machine; once per program."""
+    if getattr(prepare, "done", False):
+        return
+    prepare.done = True  # type: ignore[attr-defined]
+
+    def connect(process: Process) -> SimStore:
+        return _current[0].connect(process)
+
+    seams.install(
+        connect,
+        lambda: f"n{CLOCK.scheduler.process.node}" if CLOCK.scheduler.process is not None else "world",
+        _draw,
+    )
+    kind: Any = Segment
+    for name in ("_put_header", "_put_both_headers", "remove_names"):
+        setattr(kind, name, _watched(getattr(kind, name)))
+    write_status = JobDirectory.write_status
+
+    def write(self: JobDirectory, status: Any) -> None:
+        job, process = _current[0], CLOCK.scheduler.process
+        job.rules.said(status.committed)
+        if process is not None and job.errors.get(process.name, "") != (found := status.error.partition("\n")[0]):
+            job.errors[process.name] = found
+            job.say(process.name, found or "works again")
+        write_status(self, status)
+
+    kind = JobDirectory
+    kind.write_status = write
+
+
+def _watched(method: Any) -> Any:
+    def call(self: Segment, *arguments: Any) -> Any:
+        answer = method(self, *arguments)
+        path: Any = self.path
+        headers = [header.identity for header in self.headers() if header.is_complete] if path.exists() else []
+        _current[0].rules.segment_changed(path, headers)
+        return answer
+
+    return call
+
+
+def simulate(seed: int, setup: Setup | None = None, faults: Sequence[Fault] | None = None) -> Outcome:
+    """Run one simulation.
+
+    Args:
+        seed: Of everything that is random.
+        setup: The job; None: as the seed draws it.
+        faults: What goes wrong; None: as the seed draws it.
+    """
+    prepare()
+    drawn = draw(seed)
+    setup, faults = setup or drawn[0], list(drawn[1] if faults is None else faults)
+    _draw.seed(f"{seed} product")
+    job = Job(setup, seed)
+    _current[:] = [job]
+    outcome = Outcome(seed, setup, faults)
+    try:
+        _run(job, faults)
+    except Violation as error:
+        outcome.rule, outcome.problem = error.rule, str(error)
+    finally:
+        outcome.story, outcome.counts, outcome.virtual_s = job.story, dict(job.counts), CLOCK.scheduler.now
+        try:
+            CLOCK.scheduler.close(job.processes)
+        except Violation:
+            pass
+    return outcome
+
+
+def _run(job: Job, faults: Sequence[Fault]) -> None:
+    scheduler, setup = CLOCK.scheduler, job.setup
+    job.begin()
+    for fault in faults:
+        scheduler.after(fault.at_s, lambda fault=fault: _break(job, fault))  # type: ignore[misc]
+    scheduler.run(setup.faults_s)
+    _calm(job)
+    while not _is_lively(job):
+        if scheduler.now >= setup.faults_s + LIVELY_S:
+            raise Violation("liveness", f"nothing new was committed in {LIVELY_S:.0f} s without a fault")
+        scheduler.run(scheduler.now + 10)
+    scheduler.run(scheduler.now + setup.quiet_s)
+    _leaks(job)
+
+
+def _break(job: Job, fault: Fault) -> None:
+    job.say("FAULT", f"{fault.kind} {fault.target} {fault.value:.2f}")
+    KINDS[fault.kind](job, fault.target, fault.value)
+
+
+def _calm(job: Job) -> None:
+    """From here on nothing goes wrong any more."""
+    job.say("world", "no more faults")
+    for name, value in vars(Trouble()).items():
+        setattr(job.bucket.trouble, name, value)
+    job.cut_off.clear()
+    for process in job.processes:
+        process.paused_until = min(process.paused_until, CLOCK.scheduler.now)
+        process.deadly_in = None
+    if job.counts["stranger"]:
+        KINDS["restart all nodes"](job, 0, 0.0)  # a person ends the run that is fenced, and starts it again
+
+
+def _is_lively(job: Job) -> bool:
+    """Whether the ranks that run now took something after the last fault that is committed."""
+    at_s = job.rules.taken_at
+    running = job.ranks[0].record.number if job.ranks else -1
+    return any(
+        one.generation == running and at_s[one] > job.setup.faults_s and one in job.rules.committed
+        for one in job.committed_at
+    )
+
+
+def _leaks(job: Job) -> None:
+    """Nothing is held for ever."""
+    for folder, files in memory.FILES.folders.items():
+        if not folder.endswith("/job"):
+            continue
+        for name, file in files.items():
+            if name.endswith(".seg"):
+                pinned = [byte for byte, holders in file.locks.items() if byte and holders]
+                if len(pinned) > 2:
+                    raise Violation("no pin is held for ever", f"{folder}/{name}: {len(pinned)} slots")
+    for process in list(job.processes):
+        process.on_death.clear()  # nobody starts anything any more
+        CLOCK.scheduler.kill(process)
+    process = job.process("sweeper", 0)
+    problem: list[str] = []
+    for hours in (2, 4, 6, 8):  # a folder that a late writer left something in takes three of them
+        CLOCK.offset_s[0] = 3600.0 * hours
+        CLOCK.scheduler.spawn(process, lambda: _sweep(job, problem))
+        CLOCK.scheduler.run(CLOCK.scheduler.now + 60)
+    if problem:
+        raise Violation("a sweep works", problem[0])
+    newest = max(job.rules.committed)
+    left = [key for key in job.bucket.keys if key.startswith("intents/0") and _id_of(key) < newest]
+    if left:
+        raise Violation("nothing leaks", f"{left[:4]} although {newest} is committed")
+    names = {key.partition("/")[0] for key in job.bucket.keys if key.startswith("step-")}
+    from flashckpt.checkpoint.root_records import parse_prefix
+
+    ids = {parse_prefix(name) for name in names}
+    old = sorted(one for one in ids if one is not None and one < newest and one not in job.rules.committed)
+    if old and not job.counts["operator"]:
+        raise Violation("nothing leaks", f"folders of {old[:4]} although {newest} is committed")
+
+
+def _id_of(key: str) -> tuple[int, int]:
+    generation, _, step = key.rpartition("/")[2].partition(".")[0].partition("-")
+    return int(generation), int(step)
+
+
+def _sweep(job: Job, problem: list[str]) -> None:
+    assert CLOCK.scheduler.process is not None
+    try:
+        policy = Policy(keep_last=job.setup.keep_last, keep_every=job.setup.keep_every)
+        sweep_root(job.connect(CLOCK.scheduler.process), policy, max(job.rules.committed, default=None))
+    except FlashckptError as error:
+        problem.append(str(error))
+
+
+def shrink(outcome: Outcome, limit: int = 60) -> Outcome:
+    """Return the shortest story that breaks the same rule: fewer faults, then a smaller job."""
+    best, tries = outcome, 0
+    size = max(1, len(best.faults) // 2)
+    while size and tries < limit:
+        for start in range(0, len(best.faults), size):
+            faults = best.faults[:start] + best.faults[start + size :]
+            tries += 1
+            found = simulate(best.seed, best.setup, faults)
+            if found.rule == outcome.rule:
+                best = found
+                break
+        else:
+            size //= 2
+    for change in ({"nodes": 1}, {"nodes": 2}, {"per_node": 1}, {"discards": 0.0}):
+        smaller = replace(best.setup, **change)
+        if smaller != best.setup and (found := simulate(best.seed, smaller, best.faults)).rule == outcome.rule:
+            best = found
+    return best

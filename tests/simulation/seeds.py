@@ -1,0 +1,28 @@
+"""Seeds that once broke a rule, each with the shortest story that did: one line, as `python -m simulation` prints it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from simulation.job import Setup
+from simulation.plan import Fault
+
+
+@dataclass(frozen=True)
+class Seed:
+    """The rule that was broken, and how."""
+
+    rule: str
+    seed: int
+    setup: Setup
+    faults: list[Fault]
+
+
+SEEDS = [
+    Seed("liveness", 1013, Setup(nodes=2, slots=2, step_s=1.0, persist_every=2, copy_s=0.8, keep_last=2, latency_s=0.005,
+                                 faults_s=60.0), []),
+    Seed("liveness", 11827269, Setup(nodes=4, slots=2, step_s=1.0, persist_every=2, copy_s=0.1, keep_last=2, latency_s=0.15,
+                                     faults_s=60.0), []),
+    Seed("liveness", 5, Setup(nodes=1, persist_every=3, faults_s=60.0),
+         [Fault(40.0, "restart all nodes", 0, 0.0), Fault(46.2, "kill rank at a point", 0, 18 / 12 + 0.01)]),
+]  # fmt: skip

@@ -1,0 +1,81 @@
+"""The simulation is deterministic, sees planted bugs, and finds no more what its seeds once found.
+
+It takes the place of the machine in the product's modules, so that each test runs in a child process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from simulation.mutants import MUTANTS, mutated
+
+
+def in_a_child(work: Callable[[], Any]) -> Any:
+    """Return what some work returns in a process of its own."""
+    read, write = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            os.write(write, json.dumps(work()).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as answer:
+        text = answer.read()
+    os.waitpid(pid, 0)
+    return json.loads(text)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_every_planted_bug_has_its_place(mutant: Any) -> None:
+    assert len(MUTANTS) >= 40
+    compile(mutated(mutant), mutant.file, "exec")
+
+
+def _calm(**changes: Any) -> Any:
+    from simulation.job import Setup
+    from simulation.plan import Fault
+    from simulation.run import simulate
+
+    setup = Setup(**{"nodes": 2, "persist_every": 3, "faults_s": 40.0, **changes})
+    outcome = simulate(3, setup, [Fault(25.0, "kill rank", 1)])
+    return [outcome.rule, outcome.story, outcome.counts]
+
+
+def test_a_seed_is_one_story() -> None:
+    first, second = in_a_child(lambda: [_calm(), _calm()])
+    assert first == second
+    rule, story, counts = first
+    assert rule == ""
+    assert counts["commits"] > 1
+    assert counts["starts"] == 2
+    assert any(what.startswith("generation 2 begins with step") for _, _, what in story)
+
+
+def _with_a_bug() -> Any:
+    from simulation.run import prepare
+
+    prepare()
+    from flashckpt.snapshot import segments
+
+    segments.__dict__["choose_slot"] = lambda headers, **_: 0
+    return _calm()
+
+
+def test_a_slot_that_is_written_too_early_is_seen() -> None:
+    assert in_a_child(_with_a_bug)[0] == "M1"
+
+
+def _named() -> Any:
+    from simulation.run import simulate
+    from simulation.seeds import SEEDS
+
+    return [simulate(one.seed, one.setup, one.faults).problem for one in SEEDS]
+
+
+def test_what_seeds_once_broke_holds() -> None:
+    assert set(in_a_child(_named)) == {""}
