@@ -93,8 +93,8 @@ def pass_alone(dtype: str, nbytes: int) -> Callable[[str], float]:
     return run
 
 
-def _memory() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(dir="/dev/shm", ignore_cleanup_errors=True)  # a persister may still be ending
+def _folder(place: str | None = None) -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(dir=place, ignore_cleanup_errors=True)  # a persister may still be ending
 
 
 def measure(case: str, rounds: int) -> dict[str, Summary]:
@@ -102,7 +102,7 @@ def measure(case: str, rounds: int) -> dict[str, Summary]:
     dtype, tensors, gigabytes = case.split(":")
     nbytes = int(float(gigabytes) * 1e9)
     spent: dict[tuple[str, str], list[float]] = {}
-    with tempfile.TemporaryDirectory() as folder, _memory() as memory:
+    with _folder() as folder, _folder("/dev/shm") as memory:
         os.environ["FLASHCKPT_SHM_DIR"] = memory
         jobs = {side: Job(side, getattr(torch, dtype), int(tensors), nbytes, Path(folder)) for side in SIDES}
         alone = pass_alone(dtype, min(nbytes, 1 << 28))

@@ -255,7 +255,7 @@ class Session:
         self.stats["suspect"] += bool(snapshot.suspects)
         if snapshot.suspects and not self._is_suspect:
             _log.error(
-                "[gen %d | rank %d | step %d] %r%s holds NaN or infinity and did not before: this snapshot and later ones like it "
+                "[gen %d | rank %d | step %d] numbers became NaN or infinite in %r%s: this snapshot and later ones like it "
                 "are suspect, and a restart prefers an older one (flashckpt ls shows them)",
                 snapshot.request.id.generation, rank, step, snapshot.suspects[0],
                 f" and {more} more" if (more := len(snapshot.suspects) - 1) else "",

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from support.one_rank import agent_of_the_test, crash, finished, step_kept  # noqa: F401 -- fixtures
 
 from flashckpt import Checkpointer
+from flashckpt.cli.ls import ls
+from flashckpt.cli.status import describe
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.shm.inventory import scan
 
@@ -41,6 +45,20 @@ class Run:
         return {one.header.identity for one in scan(self.ckpt._session.directory).slots if one.header.suspect}
 
 
+def test_ls_and_status_show_which_snapshots_are_suspect(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.step(1, 1.0)
+    run.step(2, NAN)
+    assert run.ckpt._session is not None
+    assert describe(run.ckpt._session.directory)["suspect"] == [SnapshotId(1, 2)]
+    shown = CliRunner().invoke(ls, [str(tmp_path), "--json"])
+    rows = {row["step"]: row["suspect"] for row in json.loads(shown.stdout)["checkpoints"]}
+    assert rows == {1: False, 2: True}
+    table = CliRunner().invoke(ls, [str(tmp_path)]).stdout
+    assert ["suspect" in line for line in table.splitlines() if "snapshot" in line] == [True, False]
+    crash(run.ckpt)
+
+
 def test_a_restore_prefers_the_older_clean_snapshot_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -55,7 +73,7 @@ def test_a_restore_prefers_the_older_clean_snapshot_and_says_so(
     assert (again.report.step, again.model.weight[3, 5].item()) == (1, 1.0)
     assert ["step 2" in one and "restore(step=2)" in one for one in again.report.passed_over] == [True]
     (said,) = [one for one in caplog.records if one.levelno == logging.ERROR]
-    assert "[gen 1 | rank 0 | step 2] 'model.weight' holds NaN or infinity" in said.getMessage()
+    assert "[gen 1 | rank 0 | step 2] numbers became NaN or infinite in 'model.weight'" in said.getMessage()
 
 
 def test_a_suspect_snapshot_is_restored_where_it_is_asked_for_or_alone(tmp_path: Path) -> None:
