@@ -20,7 +20,25 @@ FIX = "fix the script; its traceback is above"
 
 
 def job(root: Path) -> Any:
-    return SimpleNamespace(read_config=lambda: SimpleNamespace(root=str(root), storage_options={}))
+    return SimpleNamespace(
+        read_config=lambda: SimpleNamespace(root=str(root), storage_options={}), read_generation=lambda: None
+    )
+
+
+@pytest.fixture(autouse=True)
+def nothing_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "scan", lambda *_: SimpleNamespace(complete=list))
+
+
+def test_what_memory_holds_is_named_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = [SnapshotId(1, step) for step in (41, 42, 43)]
+    monkeypatch.setattr(module, "scan", lambda *_: SimpleNamespace(complete=lambda: ids))
+    monkeypatch.setattr(module, "list_checkpoints", lambda _: [SimpleNamespace(step=one) for one in (30, 40)])
+    text = way_back(job(tmp_path), 43)
+    assert "memory holds steps 42, 41 and " in text
+    assert "(steps 40, 30)" in text
+    assert "restore(step=42)" in text
+    assert f"flashckpt keep {tmp_path} 40" in text
 
 
 @pytest.mark.parametrize(
