@@ -65,7 +65,7 @@ def _table(document: dict[str, Any]) -> Group:
         for name, left, right in differences(key, x, y):
             values.add_row(name, left, right)
     numbers = new_table("NUMBERS", ">NORM BEFORE", ">NORM AFTER", "")
-    for one in document["numbers"]:
+    for one in document.get("numbers", []):
         norms = ["not finite" if norm is None else f"{norm:.3g}" for norm in one["norm"]]
         numbers.add_row(one["fqn"], *norms, "suspect" if one["suspect"] else "")
     tables = [part for table in (tensors, numbers, values) if table.row_count for part in ("", table)]

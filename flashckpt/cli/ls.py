@@ -155,7 +155,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
             "" if row["tensors"] is None else str(row["tensors"]),
             "" if row["world_size"] is None else str(row["world_size"]),
             row["problem"]
-            or "suspect: NaN or infinity" * row["suspect"]
+            or "suspect: NaN or infinity" * row.get("suspect", False)
             or ("kept" if row["kept"] else _of(row.get("replica_of")) or _with(row)),
         )
     return table
