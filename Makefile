@@ -11,7 +11,7 @@ export OPENBLAS_NUM_THREADS ?= 1
 # The tests start hundreds of interpreters: each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: fuzz soak help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-trainer test-layouts test-nodes test-metrics test-mounts test-nfs test-hdfs test-restarts docs changelog hooks test-pythons test-blocks test-frameworks test-hub test-wandb compatibility test-slurm test-torch-versions test-native-sanitized test-native-arm test-device gpu gpu-wheels test-wheel test-programs size simulate mutants
+.PHONY: fuzz soak help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-trainer test-layouts test-nodes test-metrics test-mounts test-nfs test-hdfs test-restarts docs changelog hooks test-pythons test-blocks test-frameworks test-hub test-wandb compatibility test-slurm test-torch-versions test-native-sanitized test-native-arm test-poisoned test-device gpu gpu-wheels test-wheel test-programs size simulate mutants
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -124,9 +124,14 @@ $(SANITIZED): $(wildcard flashckpt/native/*.[ch]) $(VENV)/.ready
 	$(CC) $(NATIVE_FLAGS) -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all -shared -fPIC \
 	    -DPy_LIMITED_API=0x030A0000 -I$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("include"))') flashckpt/native/*.c -o $@
 
+# Faults of a seed each: SEEDS=1000 takes hours.
+SEEDS ?= 20
+test-poisoned: setup  ## states that became bad: how often a job goes back to a good one and ends as it should (SEEDS=20)
+	SEEDS=$(SEEDS) $(BIN)/python -m pytest --workers $(WORKERS) tests/integration/launcher/launcher_poisoned.py
+
 test-native-sanitized: $(SANITIZED)  ## the native copy's tests with the address and undefined-behaviour sanitizers (a C compiler)
 	NATIVE_COPY_LIBRARY=$(SANITIZED) LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
-	    $(BIN)/python -m pytest tests/unit/native/test_native.py tests/unit/native/test_native_memory.py tests/unit/native/test_native_engine.py tests/unit/native/test_native_guard.py tests/unit/native/test_shared_copy.py \
+	    $(BIN)/python -m pytest tests/unit/native/test_native.py tests/unit/native/test_numbers.py tests/unit/native/test_native_memory.py tests/unit/native/test_native_engine.py tests/unit/native/test_native_guard.py tests/unit/native/test_shared_copy.py \
 	    tests/unit/snapshot/test_version_counters.py tests/unit/state/test_structure_guard.py
 
 # The level for 64-bit ARM, on other machines: Debian's gcc-aarch64-linux-gnu and qemu-user.
@@ -134,7 +139,7 @@ test-native-arm: setup  ## the native copy's NEON level in an emulator (gcc-aarc
 	$(BIN)/python -m pytest tests/integration/native/native_arm.py
 
 test-launcher: setup  ## what PyTorch's own launcher tests ask, asked of dlrun; jobs whose ranks, agent or daemon die or hang; attacks on it
-	$(BIN)/python -m pytest $(SHARED) --workers $(WORKERS) tests/integration/launcher/launcher_contract.py tests/integration/launcher/launcher_jobs.py tests/integration/launcher/launcher_persister.py tests/integration/launcher/launcher_security.py tests/integration/launcher/launcher_logs.py tests/integration/launcher/launcher_waits.py tests/integration/launcher/launcher_engine.py tests/integration/launcher/launcher_ipv6.py tests/integration/launcher/launcher_readme.py tests/integration/launcher/launcher_workers.py tests/integration/launcher/launcher_retries.py tests/integration/launcher/launcher_cut_short.py tests/integration/launcher/launcher_standby.py tests/integration/launcher/launcher_incidents.py
+	$(BIN)/python -m pytest $(SHARED) --workers $(WORKERS) tests/integration/launcher/launcher_contract.py tests/integration/launcher/launcher_jobs.py tests/integration/launcher/launcher_poisoned.py tests/integration/launcher/launcher_persister.py tests/integration/launcher/launcher_security.py tests/integration/launcher/launcher_logs.py tests/integration/launcher/launcher_waits.py tests/integration/launcher/launcher_engine.py tests/integration/launcher/launcher_ipv6.py tests/integration/launcher/launcher_readme.py tests/integration/launcher/launcher_workers.py tests/integration/launcher/launcher_retries.py tests/integration/launcher/launcher_cut_short.py tests/integration/launcher/launcher_standby.py tests/integration/launcher/launcher_incidents.py
 
 test-trainer: setup  ## whole runs of the trainer that are started, killed, resumed, changed, guarded, evaluated and watched, all that they write, and dry runs against real ranks
 	$(BIN)/python -m pytest $(SHARED) --workers $(WORKERS) tests/integration/trainer/trainer_resume.py tests/integration/trainer/trainer_outputs.py tests/integration/trainer/trainer_data.py tests/integration/trainer/trainer_reaching.py tests/integration/trainer/trainer_guard.py tests/integration/trainer/trainer_start.py tests/integration/trainer/trainer_rehearsal.py tests/integration/trainer/trainer_scores.py tests/integration/trainer/trainer_samples.py tests/integration/trainer/trainer_generate.py tests/integration/trainer/trainer_display.py tests/integration/trainer/trainer_dry_run.py tests/integration/trainer/trainer_optimizers.py tests/integration/trainer/trainer_phases.py

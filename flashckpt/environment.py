@@ -250,6 +250,9 @@ class Environment:
     FLASHCKPT_RESTART = _number(
         "rank trainer", "Generations that the agent started before this one.", 0, 0, is_given=True
     )
+    FLASHCKPT_BACK = _number(
+        "rank", "How far back a restore goes after the same failure; 0: to the newest state.", 0, 0, is_given=True
+    )
     FLASHCKPT_STACKS_FILE = _text("rank", "File for the stacks of its threads where the ranks hang.", is_given=True)
 
     RANK = _number("rank trainer", "This process among those of the job.", 0, 0, is_given=True)

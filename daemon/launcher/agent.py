@@ -47,7 +47,7 @@ from flashckpt.daemon.launcher.reporting import FailureReporter, hang_states
 from flashckpt.daemon.launcher.rounds import FreshStoreRendezvous
 from flashckpt.daemon.launcher.stop import AgreedStop, Group, KeyValueStore, StopSignals
 from flashckpt.daemon.launcher.watch import JobWatch
-from flashckpt.daemon.launcher.way_back import way_back
+from flashckpt.daemon.launcher.way_back import has_older, way_back
 from flashckpt.daemon.machine.process import become_subreaper
 from flashckpt.daemon.zygote.client import ZygoteClient
 from flashckpt.environment import env
@@ -83,7 +83,7 @@ class DlrunAgent(LocalElasticAgent):
         self._zygote, self._options, self._outcome = zygote, options, outcome
         limit = spec.max_restarts if options.restarts_chosen else None
         self._budget = Budget(limit, refill_steps=options.refill_steps)
-        self._starts = 0
+        self._starts = self._back = 0
         self._failures = 0
         self._rendezvous_s = 0.0
         self._checked = False
@@ -248,6 +248,7 @@ class DlrunAgent(LocalElasticAgent):
             self._incidents.leaves(hang_states(self._watch, context.pids(), self._beats(rows), _LEAVE_S), rows)
             self._incidents.send(others, restarts=True, decision="")
         self._starts += 1
+        self._back = 0
         self._restart_judged(group, others)
         if others is not None and (why := findings.why_left(others.store, self._stores.lost_since_the_round_before())):
             _log.error("%s", why)
@@ -320,7 +321,13 @@ class DlrunAgent(LocalElasticAgent):
         scripts = script_commands(entrypoint, args)
         if callable(entrypoint) and scripts is None:
             return start_processes(entrypoint=entrypoint, args=args, **rest)
-        start = GroupStart(number=self._starts, failures=self._failures, job=self._options.job, watch=self._watch)
+        start = GroupStart(
+            number=self._starts,
+            failures=self._failures,
+            job=self._options.job,
+            watch=self._watch,
+            back=self._back,
+        )
         context = make_context(
             start,
             entrypoint,
@@ -386,6 +393,7 @@ class DlrunAgent(LocalElasticAgent):
         self._remaining_restarts = self._budget.left
         self._failures += 1
         self._starts += 1
+        self._back = decided.back
         time.sleep(decided.pause_s)  # a stop signal ends it, as it ends a rendezvous
         self._restart_judged(group, others)
         if others is not None:
@@ -469,10 +477,19 @@ class DlrunAgent(LocalElasticAgent):
             )
         ran_s = time.monotonic() - self._started_s
         if report is None:
-            return self._budget.spend(fingerprint="", step=self._pace.highest, ran_s=ran_s)
+            decided, step = self._budget.spend(fingerprint="", step=self._pace.highest, ran_s=ran_s), self._pace.highest
+            again = bool(self._outcome.hang) and self._budget.hangs_again(step) and decided.restart
+            return (self._further_back("hang", step) if again else None) or decided
         may_pass, step = report.first.may_pass, report.step
         self._outcome.passing = report.first.code if report.first.code in PASSING_CODES else 0
-        return self._budget.spend(fingerprint=report.fingerprint, step=step, ran_s=ran_s, may_pass=may_pass)
+        decided = self._budget.spend(fingerprint=report.fingerprint, step=step, ran_s=ran_s, may_pass=may_pass)
+        return (self._further_back(report.fingerprint, step) if decided.repeats else None) or decided
+
+    def _further_back(self, fingerprint: str, step: int) -> RestartDecision | None:
+        """Return the decision to try an older state after the same failure; None where that may not be, or there is none."""
+        if step < 0 or not self._options.escalate or not has_older(self._watch.job):
+            return None
+        return self._budget.go_back(fingerprint=fingerprint, step=step, limit=self._options.escalate)
 
     def _end_hang(self, context: WorkerContext, rows: Sequence[ControlRow], stall: hang.Stall) -> RunResult:
         """Record all stacks, then kill every rank; the rank that differs counts as the one that failed."""

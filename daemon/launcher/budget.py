@@ -8,6 +8,8 @@ RESTARTS = 10
 """Restarts allowed without progress if --max-restarts is not given."""
 REFILL_STEPS = 20
 """New steps between two failures that refill the budget."""
+ESCALATE = 3
+"""How often the same failure at one step restarts the job from one state further back."""
 REFILL_S = 600.0
 """Seconds between two failures that refill it if the script reports no steps and --max-restarts is not given."""
 LONGEST_PAUSE_S = 15.0
@@ -16,12 +18,16 @@ LONGEST_PAUSE_S = 15.0
 
 @dataclass(frozen=True, kw_only=True)
 class RestartDecision:
-    """Whether to restart, `pause_s` from now; `reason` is for the user, `repeats` says that the script keeps failing at one step."""
+    """Whether to restart, `pause_s` from now; `reason` is for the user, `repeats` says that the script keeps failing at one step.
+
+    `back` above 0: from a state older than the one before, from 2 on from a checkpoint.
+    """
 
     restart: bool
     reason: str
     repeats: bool = False
     pause_s: float = 0.0
+    back: int = 0
 
 
 class Budget:
@@ -41,6 +47,8 @@ class Budget:
         self._highest = -1
         self._last: tuple[str, int] | None = None
         self._passing = 0
+        self._back: dict[tuple[str, int], int] = {}
+        self._hung = -1
 
     def spend(self, *, fingerprint: str, step: int, ran_s: float = 0.0, may_pass: bool = False) -> RestartDecision:
         """Record one failure and decide whether to restart.
@@ -60,7 +68,7 @@ class Budget:
             return RestartDecision(
                 restart=False,
                 repeats=True,
-                reason=f"not restarting: the script failed with the same error {where} twice",
+                reason=f"not restarting: the script failed with the same error {where} twice{self._tried(this)}",
             )
         self._last = this
         refilled = rested or (self._highest >= 0 and 0 < self._refill_steps <= step - self._highest)
@@ -76,6 +84,24 @@ class Budget:
         when = f" in {pause_s:.0f} s" if pause_s >= 0.5 else ""
         why = ", since this may pass" if may_pass else ""
         return RestartDecision(restart=True, reason=f"restarting all workers{when}{why}, {left}", pause_s=pause_s)
+
+    def go_back(self, *, fingerprint: str, step: int, limit: int) -> RestartDecision | None:
+        """Return the decision to try one state further back after the same failure at the same step; None after `limit` times."""
+        taken = self._back.get((fingerprint, step), 0)
+        if taken >= limit:
+            return None
+        self._back[fingerprint, step] = taken + 1
+        why = f"the same failure at step {step} again: the state may be bad, so restarting from one state further back"
+        return RestartDecision(restart=True, back=taken + 1, reason=f"{why} ({taken + 1} of {limit}, --escalate)")
+
+    def _tried(self, this: tuple[str, int]) -> str:
+        count = self._back.get(this, 0)
+        return f", and again from {count} older state{'s' if count > 1 else ''}" if count else ""
+
+    def hangs_again(self, step: int) -> bool:
+        """Take note of a hang; whether the one before was at the same step."""
+        before, self._hung = self._hung, step
+        return before == step
 
     def _spent(self) -> str:
         """Return why there is no restart, and what to do about it."""

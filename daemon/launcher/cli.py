@@ -20,7 +20,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flashckpt.daemon.launcher.budget import REFILL_STEPS, RESTARTS
+from flashckpt.daemon.launcher.budget import ESCALATE, REFILL_STEPS, RESTARTS
 from flashckpt.daemon.launcher.options import CommandError
 from flashckpt.daemon.machine.process import hide_variable
 from flashckpt.daemon.zygote import server
@@ -70,6 +70,11 @@ OPTIONS: tuple[tuple[str, Any, str], ...] = (
         "refill-steps",
         REFILL_STEPS,
         "New steps between two failures that refill --max-restarts; 0: never, as in torchrun.",
+    ),
+    (
+        "escalate",
+        ESCALATE,
+        "How often the same failure at one step restarts from one state further back; 0: it ends the job.",
     ),
     (
         "warm",
@@ -159,6 +164,7 @@ def run(args: argparse.Namespace, zygote: ZygoteClient | None = None) -> LaunchO
         log_dir=args.log_dir or "",
         hang_s=args.hang_timeout,
         refill_steps=args.refill_steps,
+        escalate=args.escalate,
         wait_flush=args.wait_flush or os.getpid() == 1,
         node_check=args.node_check,
         min_nodes=config.min_nodes,

@@ -322,12 +322,13 @@ class WorkerContext(PContext):
 
 @dataclass(frozen=True, kw_only=True)
 class GroupStart:
-    """One start of the worker group on this node: how many starts and failures came before it."""
+    """One start of the worker group on this node: how many starts and failures came before it, how far back it goes."""
 
     number: int
     failures: int
     job: str
     watch: JobWatch
+    back: int = 0
 
     def environment(self, local_rank: int) -> dict[str, str]:
         """Return what dlrun adds to torchrun's environment of a worker."""
@@ -335,6 +336,7 @@ class GroupStart:
             "TORCHELASTIC_RESTART_COUNT": str(self.failures),
             "FLASHCKPT_AGENT_DIR": str(self.watch.agent_dir),
             "FLASHCKPT_RESTART": str(self.number),
+            "FLASHCKPT_BACK": str(self.back),
             "FLASHCKPT_STACKS_FILE": str(self.watch.stacks_file(local_rank)),
         }
         return {**extra, "FLASHCKPT_JOB_ID": self.job} if self.job else extra

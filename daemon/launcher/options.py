@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from flashckpt.daemon.launcher.budget import REFILL_STEPS
+from flashckpt.daemon.launcher.budget import ESCALATE, REFILL_STEPS
 from flashckpt.errors import FlashckptError, HangError, LayoutError, PersistError, RestartBudgetError
 
 
@@ -23,6 +23,7 @@ class AgentOptions:
         log_dir: Folder of --log-dir; "" where it was not given.
         hang_s: Seconds without a step that count as a hang; 0 switches it off, None learns it from the steps.
         refill_steps: New steps between two failures that give the restart budget back; 0 never.
+        escalate: How often the same failure at one step goes one state further back before it ends the job; 0 never.
         wait_flush: Do not exit until the daemon has persisted the newest snapshot or grace_s has passed.
         node_check: Look for bad and slow nodes before the first generation, and leave them out.
         min_nodes: Fewest nodes the job runs on.
@@ -40,6 +41,7 @@ class AgentOptions:
     log_dir: str = ""
     hang_s: float | None = None
     refill_steps: int = REFILL_STEPS
+    escalate: int = ESCALATE
     wait_flush: bool = False
     node_check: bool = False
     min_nodes: int = 1

@@ -57,7 +57,7 @@ function tiles(found) {
     "Time down": span(sum.down_s),
     Sessions: sum.sessions,
   };
-  if (job) Object.assign(shown, { "In memory": known(job.snapshot), Memory: bytes(job.nbytes) });
+  if (job) Object.assign(shown, { "In memory": known(job.snapshot), Suspect: job.suspect.map(known).join(" ") || "none", Memory: bytes(job.nbytes) });
   const parts = Object.entries(shown).map(([name, value]) => {
     const part = node("div");
     part.append(node("dt", name), node("dd", value));

@@ -111,6 +111,7 @@ def replica_manifest(manifest: Manifest, rows: npt.NDArray[np.int64]) -> Manifes
         manifest,
         table=ShardTable(table.fqns, table.dtypes, columns),
         digests=manifest.digests[chunks],
+        figures=None if manifest.figures is None else manifest.figures.take(rows),
         is_part=True,
     )
 

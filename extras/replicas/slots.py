@@ -117,7 +117,7 @@ class IncomingReplica:
             return False
         crash_point("replica.before-complete")
         ends = self.manifest.table.byte_offset + self.manifest.table.nbytes
-        self.writer.commit(self.raw, data_bytes=int(ends.max(initial=0)))
+        self.writer.commit(self.raw, data_bytes=int(ends.max(initial=0)), suspect=bool(self.manifest.suspects))
         return True
 
     def _digests(self, chunks: np.ndarray) -> np.ndarray:

@@ -59,6 +59,7 @@ class CheckpointInfo:
         world_size: Ranks of the worker group.
         writers: How many ranks wrote packs or values.
         tensors: Number of global tensors.
+        suspects: Tensors in which numbers became non-finite.
         job: Job id; "" where only the catalogue was read.
         manifest_bytes: Size of MANIFEST; 0 where it cannot be used.
         problem: "" for a valid one; else why MANIFEST cannot be used (only listed where asked for).
@@ -75,6 +76,7 @@ class CheckpointInfo:
     world_size: int = 0
     writers: int = 0
     tensors: int = 0
+    suspects: int = 0
     job: str = ""
     manifest_bytes: int = 0
     problem: str = ""
@@ -213,6 +215,7 @@ def read_root(root: str, options: Mapping[str, Any]) -> RootSummary:
         prefixes=tuple(i.prefix for i in infos),
         claims=tuple(claims),
         is_empty=is_empty,
+        suspects=tuple(i.identity for i in infos if i.suspects),
     )
 
 

@@ -105,7 +105,8 @@ def choose_expired(
     """Return the checkpoints to delete, oldest first. Pure.
 
     The newest valid one that was not abandoned always stays, and so does what carries a keep mark or a
-    reader's lease. Abandoned ones count as older than all others.
+    reader's lease. Abandoned ones count as older than all others. Those in which numbers became non-finite take no
+    place of others: as many clean ones stay as if there were none.
 
     Args:
         infos: All valid checkpoints of the root.
@@ -117,10 +118,13 @@ def choose_expired(
     if policy.keep_last is None:
         return []
     ordered = sorted(infos, key=lambda info: (info.identity not in abandoned, info.identity), reverse=True)
-    expired = []
+    expired, clean = [], 0
+    last = max(1, policy.keep_last)
     for place, info in enumerate(ordered):
+        clean += not info.suspects
         every = policy.keep_every and info.step % policy.keep_every == 0 and info.identity not in abandoned
-        if place < max(1, policy.keep_last) or every or info.prefix in kept or info.prefix in leased:
+        is_kept = place < last or (not info.suspects and clean <= last)
+        if is_kept or every or info.prefix in kept or info.prefix in leased:
             continue
         expired.append(info)
     return expired[::-1]
@@ -186,7 +190,8 @@ def _expired(store: Store, policy: Policy, contents: RootContents, now: float) -
     kept, leased = kept_prefixes(store), leased_prefixes(store, now_s=now)
     if not choose_expired(infos, policy, abandoned=abandoned, kept=kept, leased=leased):
         return []
-    bad = _damaged(store, (i for i in infos if i.identity not in abandoned), min(_VERIFIED, max(1, policy.keep_last)))
+    counted = (i for i in infos if i.identity not in abandoned and not i.suspects)
+    bad = _damaged(store, counted, min(_VERIFIED, max(1, policy.keep_last)))
     infos = [info for info in infos if info.prefix not in bad]
     return choose_expired(infos, policy, abandoned=abandoned, kept=kept, leased=leased)
 
@@ -214,9 +219,13 @@ def _is_whole(store: Store, info: CheckpointInfo) -> bool:
 
 
 def missing_entries(contents: RootContents) -> list[tuple[str, CommittedEntry | None]]:
-    """Return the catalogue's entries of valid checkpoints that were looked at because it lacks them."""
+    """Return the catalogue's entries of valid checkpoints that were looked at because it lacks them.
+
+    A suspect one has none: its MANIFEST says that it is, and is looked at.
+    """
     named = contents.names.committed
-    return [(info.prefix, entry_from(info)) for info in contents.infos if not info.problem and info.prefix not in named]
+    wanted = [one for one in contents.infos if not one.problem and not one.suspects and one.prefix not in named]
+    return [(info.prefix, entry_from(info)) for info in wanted]
 
 
 def mistaken_entries(contents: RootContents) -> list[str]:

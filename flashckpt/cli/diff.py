@@ -11,6 +11,7 @@ from rich.console import Group
 from flashckpt.checkpoint.catalog import read_manifest
 from flashckpt.cli.common import Command, choose, json_option, new_table, open_root, root_options, show
 from flashckpt.cli.comparison import compare, same
+from flashckpt.cli.numbers import jumps, numbers_of
 from flashckpt.printable import counted, printable
 from flashckpt.restore.sources import StorageSource
 from flashckpt.storage.store import Store
@@ -38,7 +39,7 @@ def diff(*, root: str, options: tuple[str, ...], first: str, second: str, other_
     store = open_root(root, options)
     a = _source(store, first)
     b = _source(store if other_root is None else open_root(other_root, options), second)
-    document = compare(a, b)
+    document = compare(a, b) | {"numbers": jumps(numbers_of(a.manifest), numbers_of(b.manifest))}
     show(document, as_json=as_json, table=lambda: _table(document))
     return 1 if any(document[key] for key in ("only_a", "only_b", "tensors", "values")) else 0
 
@@ -63,7 +64,11 @@ def _table(document: dict[str, Any]) -> Group:
     for key, (x, y) in document["values"].items():
         for name, left, right in differences(key, x, y):
             values.add_row(name, left, right)
-    tables = [part for table in (tensors, values) if table.row_count for part in ("", table)]
+    numbers = new_table("NUMBERS", ">NORM BEFORE", ">NORM AFTER", "")
+    for one in document.get("numbers", []):
+        norms = ["not finite" if norm is None else f"{norm:.3g}" for norm in one["norm"]]
+        numbers.add_row(one["fqn"], *norms, "suspect" if one["suspect"] else "")
+    tables = [part for table in (tensors, numbers, values) if table.row_count for part in ("", table)]
     return Group(printable(title), *tables)
 
 

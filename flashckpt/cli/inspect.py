@@ -28,6 +28,7 @@ from flashckpt.cli.common import (
     step_option,
 )
 from flashckpt.cli.coverage import coverage_rows, coverage_table, parse_layout, plan_layout, plan_table
+from flashckpt.cli.numbers import numbers_of, words_of
 from flashckpt.cli.output import FittingTable
 from flashckpt.cli.replicas import lags
 from flashckpt.cli.status_page import in_short
@@ -108,7 +109,7 @@ def inspect(
 
 def describe(manifest: Manifest) -> dict[str, Any]:
     """Return everything there is to say about a manifest, as JSON values."""
-    table = manifest.table
+    table, numbers = manifest.table, numbers_of(manifest)
     return {
         "job": manifest.job,
         "generation": manifest.generation,
@@ -118,12 +119,12 @@ def describe(manifest: Manifest) -> dict[str, Any]:
         "writers": manifest.writers,
         "nbytes": int(table.nbytes.sum()),
         "writer_bytes": _writer_bytes(manifest),
-        "tensors": [_tensor(table, fqn) for fqn in sorted(table.fqns)],
+        "tensors": [_tensor(table, fqn, numbers.get(fqn)) for fqn in sorted(table.fqns)],
         "values": {key: plain(value) for key, value in sorted(manifest.values.items())},
     }
 
 
-def _tensor(table: ShardTable, fqn: str) -> dict[str, Any]:
+def _tensor(table: ShardTable, fqn: str, numbers: dict[str, Any] | None) -> dict[str, Any]:
     rows = table.rows(fqn)
     shard = table.shard(rows[0])
     return {
@@ -132,7 +133,7 @@ def _tensor(table: ShardTable, fqn: str) -> dict[str, Any]:
         "shape": shard.global_shape,
         "shards": len(rows),
         "nbytes": int(table.nbytes[np.asarray(rows)].sum()),
-    }
+    } | ({} if numbers is None else {"numbers": numbers})
 
 
 def _writer_bytes(manifest: Manifest) -> dict[str, int]:
@@ -256,15 +257,16 @@ def _tensors(manifest: Manifest, tensors: list[dict[str, Any]], *, everything: b
         if everything or counts[prefix] <= MANY:
             shape = "x".join(map(str, tensor["shape"])) or "scalar"
             size = f"{human_bytes(tensor['nbytes'])} in {counted(tensor['shards'], 'shard')}"
-            branch.add(_label(f"{name}  {tensor['dtype']} {shape}  {size}"))
+            branch.add(_label(f"{name}  {tensor['dtype']} {shape}  {size}  {words_of(tensor.get('numbers'))}".rstrip()))
         elif counts[prefix] == MANY + 1:
             branch.add("... (--all shows the rest)")
     return tree
 
 
 def _lines(tensors: list[dict[str, Any]]) -> FittingTable:
-    table = new_table("TENSOR", "DTYPE", "SHAPE", ">SIZE", ">SHARDS")
+    table = new_table("TENSOR", "DTYPE", "SHAPE", ">SIZE", ">SHARDS", "NUMBERS")
     for one in tensors:
         shape = "x".join(map(str, one["shape"])) or "scalar"
-        table.add_row(one["fqn"], one["dtype"], shape, human_bytes(one["nbytes"]), str(one["shards"]))
+        size, numbers = human_bytes(one["nbytes"]), words_of(one.get("numbers"))
+        table.add_row(one["fqn"], one["dtype"], shape, size, str(one["shards"]), numbers)
     return table

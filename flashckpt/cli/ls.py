@@ -83,6 +83,7 @@ def _storage_rows(store: Store, contents: RootContents) -> list[dict[str, Any]]:
             "kept": info.prefix in kept,
             "parent": info.parent,
             "problem": info.problem,
+            "suspect": info.suspects > 0,
         }
         for info in contents.infos
     ]
@@ -109,6 +110,7 @@ def _memory_rows(root: str) -> list[dict[str, Any]]:
             rows.append(
                 _row(identity[1], identity[0], "memory", "snapshot", created_s)
                 | {"nbytes": sum(one.header.data_bytes for one in held), "world_size": view.world_size(identity[0])}
+                | {"suspect": any(one.header.suspect for one in held)}
                 | ({"partners": partners, "replicated": _is_replicated(identity, state)} if partners else {})
             )
         for one in kept_replicas(directory, record):
@@ -136,6 +138,7 @@ def _row(step: int, generation: int, tier: str, state: str, created_s: float) ->
         "kept": False,
         "parent": None,
         "problem": "",
+        "suspect": False,
     }
 
 
@@ -151,7 +154,9 @@ def _table(rows: list[dict[str, Any]]) -> Table:
             human_bytes(row["nbytes"]),
             "" if row["tensors"] is None else str(row["tensors"]),
             "" if row["world_size"] is None else str(row["world_size"]),
-            row["problem"] or ("kept" if row["kept"] else _of(row.get("replica_of")) or _with(row)),
+            row["problem"]
+            or "suspect: NaN or infinity" * row.get("suspect", False)
+            or ("kept" if row["kept"] else _of(row.get("replica_of")) or _with(row)),
         )
     return table
 

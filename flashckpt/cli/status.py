@@ -108,6 +108,7 @@ def describe(directory: JobDirectory) -> dict[str, Any]:
         "copied_by": sorted({_implementation(row.copied_by) for row in rows} - {""}),
         "snapshot": newest,
         "snapshots": view.complete(),
+        "suspect": view.suspect(),
         "committed": daemon.committed if daemon else None,
         "lag": daemon.lag if daemon else 0,
         "failures": daemon.failures if daemon else 0,

@@ -25,6 +25,7 @@ from flashckpt.cli.common import (
     show,
     step_option,
 )
+from flashckpt.cli.numbers import numbers_of, words_of
 from flashckpt.cli.output import OutputConsole
 from flashckpt.errors import DamagedError, FlashckptError
 from flashckpt.planning.pieces import GAP_BYTES, JOB_BYTES
@@ -39,8 +40,11 @@ THREADS = 4
 @root_options
 @step_option
 @click.option("--all", "everything", is_flag=True, help="Verify every checkpoint, not only the newest.")
+@click.option("--numbers", is_flag=True, help="Show also each tensor with NaN or infinity, and whether it became so.")
 @json_option
-def verify(root: str, options: tuple[str, ...], step: str | None, everything: bool, as_json: bool) -> int:
+def verify(
+    *, root: str, options: tuple[str, ...], step: str | None, everything: bool, numbers: bool, as_json: bool
+) -> int:
     """Read every byte of a checkpoint of ROOT and compare it with its digest.
 
     Names each damaged tensor and object, and newer checkpoints whose MANIFEST is damaged. Exit code 32 if anything is.
@@ -58,8 +62,19 @@ def verify(root: str, options: tuple[str, ...], step: str | None, everything: bo
         infos = [*(info for info in broken if info.identity > infos[0].identity), *infos]
     with _progress(sum(info.nbytes for info in infos), quiet=as_json) as advance:
         results = [verify_checkpoint(store, info, advance) for info in infos]
+    if numbers:
+        for result in results:
+            result["numbers"] = _not_finite(store, result)
     show({"root": store.url, "checkpoints": results}, as_json=as_json, table=lambda: _table(results))
     return DamagedError.exit_code if any(result["damaged"] for result in results) else 0
+
+
+def _not_finite(store: Store, result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the tensors of a checkpoint that hold NaN or infinity, as its MANIFEST says."""
+    if result["damaged"]:
+        return []
+    found = numbers_of(read_manifest(store, result["prefix"], values=False))
+    return [{"tensor": fqn} | one for fqn, one in found.items() if one["largest"] is None]
 
 
 def verify_checkpoint(store: Store, info: CheckpointInfo, advance: Callable[[int], None]) -> dict[str, Any]:
@@ -156,4 +171,6 @@ def _table(results: list[dict[str, Any]]) -> Table:
         table.add_row(result["prefix"], word, human_bytes(result["nbytes"]), first["problem"])
         for one in rest:
             table.add_row("", "", "", one["problem"])
+        for one in result.get("numbers", []):
+            table.add_row("", "", "", f"{one['tensor']}: {words_of(one)}")
     return table

@@ -52,6 +52,7 @@ class SlotRecord:
         world_size: Ranks of its worker group.
         layout_hash: Of its segment.
         parent: What its generation was restored from.
+        suspect: Whether numbers in it became non-finite.
     """
 
     rank: int
@@ -61,6 +62,7 @@ class SlotRecord:
     world_size: int
     layout_hash: int = 0
     parent: SnapshotId | None = None
+    suspect: bool = False
 
     @property
     def identity(self) -> SnapshotId:

@@ -8,7 +8,7 @@ Byte tables are in docs/format.md.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -17,6 +17,7 @@ import msgpack
 import numpy as np
 
 from flashckpt.core.digest import CHUNK_BYTES, NAME, digest_of
+from flashckpt.core.figures import TensorFigures, figures_from, stacked
 from flashckpt.core.manifest_header import (
     HEADER,
     KEY,
@@ -39,7 +40,16 @@ from flashckpt.core.snapshot_id import SnapshotId, SnapshotRequest
 from flashckpt.core.values import NO_RANGES, RangedValues, concatenate, pack_values, packed, ranged_from, unpack_values
 from flashckpt.errors import DisagreementError
 
-__all__ = ["Manifest", "ShardTable", "cover", "decode_manifest", "encode_manifest", "encode_table", "merge"]
+__all__ = [
+    "Manifest",
+    "ShardTable",
+    "by_design",
+    "cover",
+    "decode_manifest",
+    "encode_manifest",
+    "encode_table",
+    "merge",
+]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -62,6 +72,7 @@ class Manifest:
         is_part: It lacks rows that its rank holds, for other nodes hold them too: it is of a replica slot.
         covers: Ranks whose indexes one index of several ranks stands for; () anywhere else.
         ranged: Values that are not in `values`, but in an object of `objects`.
+        figures: What the numbers of each row are; None in one of an earlier release.
     """
 
     job: str
@@ -79,10 +90,17 @@ class Manifest:
     is_part: bool = False
     covers: tuple[int, ...] = ()
     ranged: RangedValues = NO_RANGES
+    figures: TensorFigures | None = None
 
     @classmethod
     def of(
-        cls, request: SnapshotRequest, *, table: ShardTable, digests: np.ndarray, values: dict[str, Any]
+        cls,
+        request: SnapshotRequest,
+        *,
+        table: ShardTable,
+        digests: np.ndarray,
+        values: dict[str, Any],
+        figures: TensorFigures | None = None,
     ) -> Manifest:
         """Return the manifest of one rank's snapshot in its slot."""
         return cls(
@@ -97,12 +115,20 @@ class Manifest:
             table=table,
             digests=digests,
             values=values,
+            figures=figures,
         )
 
     @property
     def identity(self) -> SnapshotId:
         """(generation, step)."""
         return SnapshotId(self.generation, self.step)
+
+    @property
+    def suspects(self) -> list[str]:
+        """Tensors that hold numbers that are not finite, and did not before."""
+        if self.figures is None:
+            return []
+        return sorted({self.table.fqn(row) for row in np.flatnonzero(self.figures.suspect).tolist()})
 
     @property
     def aliases(self) -> dict[str, str]:
@@ -145,6 +171,7 @@ def encode_manifest(m: Manifest, *, table_bytes: bytes | None = None) -> bytes:
     }
     body_map |= {"is_part": True} if m.is_part else {}
     body_map |= {"covers": list(m.covers)} if m.covers else {}
+    body_map |= {"figures": m.figures.packed()} if m.figures is not None else {}
     has_ranges = len(m.ranged) > 0
     body_map |= {"ranged": m.ranged.packed()} if has_ranges else {}
     body = msgpack.packb(body_map)
@@ -166,6 +193,7 @@ def header_of(m: Manifest) -> ManifestHeader:
         writers=len(m.writers),
         tensors=len(m.table.fqns),
         nbytes=int(m.table.nbytes.sum()),
+        suspects=len(m.suspects),
     )
 
 
@@ -210,7 +238,8 @@ def merge(manifests: Sequence[Manifest]) -> Manifest:
                 found=f"rank {m.rank}: job {m.job}, (generation, step) {m.identity}, parent {m.parent}",
                 expected=f"rank {first.rank}: job {first.job}, {first.identity}, parent {first.parent}",
             )
-    table, digests = ShardTable.concatenate([(m.table, m.digests, len(m.objects)) for m in parts])
+    table, digests, kept = ShardTable.concatenate([(m.table, m.digests, len(m.objects)) for m in parts])
+    figures = stacked([(m.figures, len(m.table)) for m in parts])
     objects, places = _objects(parts)
     ranged = concatenate([(m.ranged, start) for m, start in zip(parts, _first_objects(parts), strict=True)])
     return Manifest(
@@ -227,6 +256,7 @@ def merge(manifests: Sequence[Manifest]) -> Manifest:
         values=_without(_merge_values(parts), ranged.keys),
         objects=objects,
         ranged=ranged.in_objects(places),
+        figures=None if figures is None else figures.take(kept),
     )
 
 
@@ -234,6 +264,17 @@ def cover(manifests: Sequence[Manifest]) -> Manifest:
     """Return the one index that stands for those of several ranks."""
     ranks = tuple(sorted(m.rank for m in manifests))
     return replace(merge(manifests), rank=ranks[0], covers=ranks)
+
+
+def by_design(manifests: Iterable[Manifest]) -> set[str] | None:
+    """Return the tensors that are not finite in a snapshot, and not suspect; None where nothing is known of its numbers."""
+    known = [one for one in manifests if one.figures is not None]
+    found: set[str] = set()
+    for one in known:
+        assert one.figures is not None
+        rows = np.flatnonzero(np.isinf(one.figures.largest) & ~one.figures.suspect)
+        found |= {one.table.fqn(row) for row in rows.tolist()}
+    return found if known else None
 
 
 def _without(values: dict[str, Any], ranged: Sequence[str]) -> dict[str, Any]:
@@ -301,6 +342,8 @@ def _manifest_from(head: Any) -> Manifest:
     check_objects(m.objects)
     if "ranged" in head:
         m = replace(m, ranged=ranged_from(_map(head["ranged"]), objects=len(m.objects), others=m.values))
+    if "figures" in head:
+        m = replace(m, figures=figures_from(_map(head["figures"]), len(m.table)))
     check_rows(m.table, objects=len(m.objects), digests=m.digests.size, is_slot=m.rank >= 0 and not m.objects)
     if m.rank < 0 and (gaps := cut_tensors_with_gaps(m.table)):
         raise ValueError(f"the boxes of {m.table.fqns[gaps[0]]!r} do not cover it ({len(gaps)} tensors with gaps)")

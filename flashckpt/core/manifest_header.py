@@ -40,6 +40,7 @@ class ManifestHeader:
         writers: How many ranks wrote packs or values.
         tensors: Number of global tensors.
         nbytes: Bytes of tensors, each counted once.
+        suspects: Tensors with numbers that are not finite, and were before; not there where it is 0.
     """
 
     job: str
@@ -50,11 +51,12 @@ class ManifestHeader:
     writers: int
     tensors: int
     nbytes: int
+    suspects: int = 0
 
 
 def encode_manifest_header(summary: ManifestHeader) -> bytes:
     """Return the value of the first key of a MANIFEST: u64 digest and msgpack map."""
-    packed: bytes = msgpack.packb(pack(summary))
+    packed: bytes = msgpack.packb(pack(summary, leave_out=() if summary.suspects else ("suspects",)))
     return _DIGEST.pack(digest(packed)) + packed
 
 
@@ -113,7 +115,7 @@ def decode_manifest_header(start: Any, object_bytes: int) -> ManifestHeader | No
 def _summary_from(fields: Any) -> ManifestHeader:
     if type(fields) is not dict:
         raise TypeError("the summary is not a map")
-    return unpack(ManifestHeader, fields)
+    return unpack(ManifestHeader, fields, partial=True)
 
 
 def damaged(found: str, expected: str) -> NoReturn:

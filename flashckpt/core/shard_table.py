@@ -150,8 +150,10 @@ class ShardTable:
         return ShardTable(names, list(self.dtypes), columns)
 
     @classmethod
-    def concatenate(cls, parts: Sequence[tuple[ShardTable, np.ndarray, int]]) -> tuple[ShardTable, np.ndarray]:
-        """Return one table and its digests from (table, digests, number of objects) per writer.
+    def concatenate(
+        cls, parts: Sequence[tuple[ShardTable, np.ndarray, int]]
+    ) -> tuple[ShardTable, np.ndarray, np.ndarray]:
+        """Return one table, its digests, and which rows it has of all, from (table, digests, number of objects) per writer.
 
         Object numbers are shifted behind those of the writers before; of rows with the same fqn and box
         the first is kept.
@@ -168,14 +170,14 @@ class ShardTable:
         if len(keep) == len(whole) and np.array_equal(first, whole.first_chunk):  # nearly always: nothing is copied
             digests = np.concatenate([found for _, found, _ in parts])
             if len(digests) == whole.chunks:
-                return whole, digests
+                return whole, digests, keep
         columns = {name: getattr(whole, name)[keep] for name in _COLUMNS}
         dims = ranges(whole.dim_start[:-1][keep], columns["ndim"])
         columns |= {name: getattr(whole, name)[dims] for name in _DIMS}
         columns["first_chunk"] = first_chunks(columns["nbytes"])
         chunks = ranges(first[keep], chunk_counts(columns["nbytes"]))
         digests = np.concatenate([found for _, found, _ in parts])[chunks]
-        return cls(whole.fqns, whole.dtypes, columns), digests
+        return cls(whole.fqns, whole.dtypes, columns), digests, keep
 
     def __len__(self) -> int:
         return len(self.fqn_id)

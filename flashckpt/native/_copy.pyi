@@ -1,11 +1,32 @@
 from typing import Any
 
 def levels() -> tuple[str, ...]: ...
+def kinds() -> int: ...
 def run(
-    level: int, rows: int, count: int, first: int, digests: int, digest_count: int, next_row: int, check: bool, /
+    level: int,
+    rows: int,
+    count: int,
+    first: int,
+    digests: int,
+    digest_count: int,
+    next_row: int,
+    kinds: int,
+    figures: int,
+    check: bool,
+    /,
 ) -> tuple[int, int, int]: ...
 def join(
-    level: int, rows: int, count: int, first: int, digests: int, digest_count: int, next_row: int, check: bool, /
+    level: int,
+    rows: int,
+    count: int,
+    first: int,
+    digests: int,
+    digest_count: int,
+    next_row: int,
+    kinds: int,
+    figures: int,
+    check: bool,
+    /,
 ) -> int: ...
 def guard(address: int, nbytes: int, /) -> int: ...
 def unguard(number: int, /) -> None: ...

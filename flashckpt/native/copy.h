@@ -5,6 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "numbers.h"
 #include "xxh3.h"
 
 #define CHUNK_BYTES ((int64_t)1 << 20) /* bytes per digest, counted from the start of a row */
@@ -21,6 +22,8 @@ struct digest_output {
     uint64_t *digests;
     int64_t count;
     const int64_t *first; /* per row the index of its first digest, negative: none for this row; NULL: row after row */
+    const uint8_t *kinds; /* per row an enum kind; NULL: no figures */
+    struct figures *figures; /* of the same chunks as `digests` */
 };
 
 static inline int64_t chunk_count(int64_t nbytes) { return nbytes / CHUNK_BYTES + (nbytes % CHUNK_BYTES != 0); }
@@ -29,6 +32,8 @@ static inline int64_t chunk_count(int64_t nbytes) { return nbytes / CHUNK_BYTES 
 struct level {
     const char *name;
     const struct xxh3_level *hash;
+    const struct numbers *numbers; /* [KINDS] */
+    const fused_loop *fused; /* [KINDS] */
     /* Copy n bytes by stores that pass the cache; target aligned to 64, n a multiple of 64. NULL: there are none. */
     void (*stream)(uint8_t *target, const uint8_t *source, size_t n);
     size_t piece; /* bytes that are copied before they are digested, a multiple of a block */

@@ -12,14 +12,24 @@ import numpy.typing as npt
 from flashckpt.environment import env
 from flashckpt.errors import ConfigError
 from flashckpt.native import fallback
-from flashckpt.native.descriptors import Digests, Refusal, error_of, first_chunks_of, output_of, rows_of
+from flashckpt.native.descriptors import (
+    Digests,
+    Figures,
+    Kinds,
+    Refusal,
+    error_of,
+    figures_of,
+    first_chunks_of,
+    output_of,
+    rows_of,
+)
 
 try:
     from flashckpt.native import _copy as _built
 except ImportError:  # installed without a compiler, or on a machine that the C part does not know
     part: Any = None
 else:
-    part = _built
+    part = _built if hasattr(_built, "kinds") else None  # one that was built of older sources takes other arguments
 NATIVE: tuple[str, ...] = part.levels() if part is not None else ()
 
 LEVEL_VARIABLE = "FLASHCKPT_COPY"
@@ -57,6 +67,8 @@ def copy_and_digest(
     digest: bool = True,
     check: bool = True,
     level: str | None = None,
+    kinds: Kinds | None = None,
+    figures: Figures | None = None,
 ) -> Digests:
     """Copy rows of memory and return their digests: the bytes are read once, and the GIL is not held.
 
@@ -74,6 +86,8 @@ def copy_and_digest(
         check: Whether to compare the rows with this process's map of its memory, about half a millisecond per call. Leave
             it out only for memory that an earlier call has checked.
         level: What runs; None chooses the best one here, or what FLASHCKPT_COPY names.
+        kinds: uint8[n]: how the numbers of each row are read, of `numbers.KINDS`; 0 for a row without figures. None: no figures.
+        figures: `numbers.FIGURES` of the same length as `digests`, that figures go to.
 
     Returns:
         uint64[k]: `digests`, or the array made for None; empty without digests.
@@ -87,13 +101,14 @@ def copy_and_digest(
     rows = rows_of(descriptors)
     first = first_chunks_of(first_chunks, rows) if digest else None
     out = output_of(digests, rows, first) if digest else None
+    noted = figures_of(kinds, figures, rows, out)
     name = choose_level(level)
     if name == PYTHON:
-        finding = fallback.run(rows, first, out, check=check)
+        finding = fallback.run(rows, first, out, check=check, noted=noted)
     else:
-        at = [0 if array is None else array.ctypes.data for array in (rows, first, out)]
+        at = [0 if array is None else array.ctypes.data for array in (rows, first, out, *(noted or (None, None)))]
         room = 0 if out is None else len(out)
-        finding = Refusal(*part.run(NATIVE.index(name), at[0], len(rows), at[1], at[2], room, 0, check))
+        finding = Refusal(*part.run(NATIVE.index(name), at[0], len(rows), at[1], at[2], room, 0, at[3], at[4], check))
     if finding.problem:
         raise error_of(finding, rows)
     return out if out is not None else np.zeros(0, np.uint64)
@@ -149,19 +164,29 @@ class SharedCopy:
         descriptors: As `copy_and_digest`.
         digests: uint64[k] that digests go to.
         first_chunks: int64[n], needed: rows are not taken in order.
-        level: As `copy_and_digest`.
+        level, kinds, figures: As `copy_and_digest`.
 
     Raises:
         DescriptorError: A form is wrong.
         ConfigError: There is no such level here.
     """
 
-    def __init__(self, descriptors: Any, digests: Digests, first_chunks: Any, *, level: str | None = None) -> None:
+    def __init__(
+        self,
+        descriptors: Any,
+        digests: Digests,
+        first_chunks: Any,
+        *,
+        level: str | None = None,
+        kinds: Kinds | None = None,
+        figures: Figures | None = None,
+    ) -> None:
         self._rows = rows_of(descriptors)
         first = first_chunks_of(first_chunks, self._rows)
         assert first is not None  # the digests of rows that are taken in any order have their places
         self._first = first
         self._digests = output_of(digests, self._rows, self._first)
+        self._noted = figures_of(kinds, figures, self._rows, self._digests)
         self._level = choose_level(level)
         self._next = np.full(1, _NOT_CHECKED, np.int64)
         self._numbers = iter(range(len(self._rows)))
@@ -197,7 +222,8 @@ class SharedCopy:
     def _native(self, *, check: bool) -> tuple[Any, ...]:
         rows, digests = self._rows, self._digests
         at = (rows.ctypes.data, len(rows), self._first.ctypes.data, digests.ctypes.data, len(digests))
-        return (NATIVE.index(self._level), *at, self._next.ctypes.data, check)
+        noted = (0, 0) if self._noted is None else tuple(array.ctypes.data for array in self._noted)
+        return (NATIVE.index(self._level), *at, self._next.ctypes.data, *noted, check)
 
     def _run_python(self, *, check: bool) -> Refusal:
         self._is_refused = True  # unless the check comes to its end
@@ -211,7 +237,7 @@ class SharedCopy:
         return finding
 
     def _take_python(self) -> int:
-        return fallback.copy_rows(self._rows, self._first, self._digests, self._numbers)
+        return fallback.copy_rows(self._rows, self._first, self._digests, self._numbers, self._noted)
 
 
 # -- Walks over very many Python objects by the C part; the callers have the same in Python for where there is none

@@ -10,9 +10,12 @@ import numpy.typing as npt
 
 from flashckpt.core.digest import CHUNK_BYTES
 from flashckpt.errors import FlashckptError, SharedMemoryError
+from flashckpt.native.numbers import FIGURES
 
 Integers = npt.NDArray[np.int64]
 Digests = npt.NDArray[np.uint64]
+Kinds = npt.NDArray[np.uint8]
+Figures = npt.NDArray[np.void]
 
 
 class DescriptorError(FlashckptError):
@@ -31,6 +34,13 @@ class Refusal(NamedTuple):
     problem: int
     row: int = 0
     other: int = 0
+
+
+class Noted(NamedTuple):
+    """How the numbers of each row are read, and where the figures of its chunks go."""
+
+    kinds: Kinds
+    figures: Figures
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +114,18 @@ def output_of(digests: Any, rows: Integers, first: Integers | None) -> Digests:
     if out.dtype != np.uint64 or out.ndim != 1 or not out.flags.c_contiguous or not out.flags.writeable:
         raise _wrong_form("the array of digests", out, "uint64[k], contiguous, writable")
     return out
+
+
+def figures_of(kinds: Any, figures: Any, rows: Integers, digests: Digests | None) -> Noted | None:
+    """Return what figures are noted of and where, None for none; DescriptorError where they do not fit rows and digests."""
+    if kinds is None or figures is None or digests is None:
+        return None
+    read, out = np.asarray(kinds), np.asarray(figures)
+    if read.dtype != np.uint8 or read.shape != (len(rows),) or not read.flags.c_contiguous:
+        raise _wrong_form("the kinds of rows", read, f"uint8[{len(rows)}], contiguous: one per row")
+    if out.dtype != FIGURES or out.shape != digests.shape or not out.flags.c_contiguous or not out.flags.writeable:
+        raise _wrong_form("the array of figures", out, f"{FIGURES}[{len(digests)}], contiguous, writable")
+    return Noted(read, out)
 
 
 def _wrong_form(what: str, array: npt.NDArray[Any], expected: str) -> DescriptorError:

@@ -18,7 +18,8 @@ import xxhash
 
 from flashckpt.core.digest import CHUNK_BYTES
 from flashckpt.native import descriptors as d
-from flashckpt.native.descriptors import Digests, Integers, Refusal
+from flashckpt.native.descriptors import Digests, Figures, Integers, Noted, Refusal
+from flashckpt.native.numbers import look
 
 PIECE_BYTES = 256 << 10
 """Bytes copied at a time ahead of their digest: they stay in the second-level cache."""
@@ -26,11 +27,13 @@ _MOST = np.iinfo(np.int64).max
 Flags = npt.NDArray[np.bool_]
 
 
-def run(rows: Integers, first: Integers | None, digests: Digests | None, *, check: bool) -> Refusal:
+def run(
+    rows: Integers, first: Integers | None, digests: Digests | None, *, check: bool, noted: Noted | None = None
+) -> Refusal:
     """Check the rows, then copy and digest them; return what the check found."""
     finding, first = checked(rows, first, digests, check=check)
     if not finding.problem:
-        copy_rows(rows, first, digests, iter(range(len(rows))))
+        copy_rows(rows, first, digests, iter(range(len(rows))), noted)
     return finding
 
 
@@ -47,8 +50,10 @@ def checked(
     return finding, first
 
 
-def copy_rows(rows: Integers, first: Integers, digests: Digests | None, numbers: Iterator[int]) -> int:
-    """Copy and digest the rows of these numbers, which other threads may take from too; return how many bytes.
+def copy_rows(
+    rows: Integers, first: Integers, digests: Digests | None, numbers: Iterator[int], noted: Noted | None = None
+) -> int:
+    """Copy and digest the rows of these numbers, and note their figures, which other threads may take from too; return how many bytes.
 
     A range's iterator gives each number once, whatever the threads that ask it.
     """
@@ -64,8 +69,16 @@ def copy_rows(rows: Integers, first: Integers, digests: Digests | None, numbers:
             if target:
                 ctypes.memmove(target, source, nbytes)
             digests[start] = xxhash.xxh3_64_intdigest((ctypes.c_ubyte * nbytes).from_address(source))
+        if noted is not None and start >= 0 and nbytes:
+            _note(source, nbytes, int(noted.kinds[number]), noted.figures[start:])
         copied += nbytes
     return copied
+
+
+def _note(source: int, nbytes: int, kind: int, figures: Figures) -> None:
+    view = memoryview((ctypes.c_ubyte * nbytes).from_address(source))
+    for chunk, begin in enumerate(range(0, nbytes if kind else 0, CHUNK_BYTES)):
+        figures[chunk] = look(kind, view[begin : begin + CHUNK_BYTES])
 
 
 def _copy_row(source: int, target: int, nbytes: int, digests: Digests) -> None:

@@ -21,6 +21,11 @@ static PyObject *level_names(PyObject *self, PyObject *none) {
     return names;
 }
 
+static PyObject *kind_count(PyObject *self, PyObject *none) {
+    (void)self, (void)none;
+    return PyLong_FromLong(KINDS);
+}
+
 /* What `run` and `join` are given: addresses, 0 for none. */
 struct work {
     const struct level *level;
@@ -31,11 +36,11 @@ struct work {
 };
 
 static int parse_work(PyObject *args, struct work *work, int *check) {
-    unsigned long long rows_at, first_at, digests_at, next_at;
+    unsigned long long rows_at, first_at, digests_at, next_at, kinds_at, figures_at;
     Py_ssize_t level;
     long long digest_count;
-    if (!PyArg_ParseTuple(args, "nKnKKLKp", &level, &rows_at, &work->count, &first_at, &digests_at, &digest_count,
-                          &next_at, check))
+    if (!PyArg_ParseTuple(args, "nKnKKLKKKp", &level, &rows_at, &work->count, &first_at, &digests_at, &digest_count,
+                          &next_at, &kinds_at, &figures_at, check))
         return 0;
     if (level < 0 || (size_t)level >= level_count || work->count < 0) {
         PyErr_SetString(PyExc_ValueError, "no such level, or a negative number of rows");
@@ -44,7 +49,8 @@ static int parse_work(PyObject *args, struct work *work, int *check) {
     work->level = levels[level];
     work->rows = (const struct row *)(uintptr_t)rows_at;
     work->out = (struct digest_output){(uint64_t *)(uintptr_t)digests_at, digest_count,
-                                       (const int64_t *)(uintptr_t)first_at};
+                                       (const int64_t *)(uintptr_t)first_at, (const uint8_t *)(uintptr_t)kinds_at,
+                                       (struct figures *)(uintptr_t)figures_at};
     work->next = (int64_t *)(uintptr_t)next_at;
     return 1;
 }
@@ -111,8 +117,9 @@ static PyObject *is_range_lost(PyObject *self, PyObject *args) {
 
 static PyMethodDef methods[] = {
     {"levels", level_names, METH_NOARGS, "Names of the levels this CPU has, the best one last."},
+    {"kinds", kind_count, METH_NOARGS, "How many kinds of rows there are, those without numbers included."},
     {"run", run, METH_VARARGS,
-     "run(level, rows, count, first, digests, digest_count, next, check) -> (problem, row, other); addresses, 0 for none."},
+     "run(level, rows, count, first, digests, digest_count, next, kinds, figures, check) -> (problem, row, other); addresses, 0 for none."},
     {"join", join, METH_VARARGS,
      "join(as run) -> bytes copied: takes rows of a run that is under way, or about to begin, in another thread."},
     {"guard", guard_range, METH_VARARGS, "guard(address, nbytes) -> number of the range, -1 where it cannot be guarded."},

@@ -2,7 +2,6 @@
 
 #include <string.h>
 
-#define PRIME32_1 0x9E3779B1U
 #define PRIME32_2 0x85EBCA77U
 #define PRIME32_3 0xC2B2AE3DU
 #define PRIME64_1 0x9E3779B185EBCA87ULL
@@ -27,8 +26,6 @@ const uint8_t xxh3_secret[192] = {
     0x2b, 0x16, 0xbe, 0x58, 0x7d, 0x47, 0xa1, 0xfc, 0x8f, 0xf8, 0xb8, 0xd1, 0x7a, 0xd0, 0x31, 0xce,
     0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
 };
-
-#define LAST_SECRET (xxh3_secret + sizeof xxh3_secret - XXH3_STRIPE) /* of the scramble */
 
 static inline uint32_t load32(const uint8_t *at) {
     uint32_t value;
@@ -160,17 +157,7 @@ const struct xxh3_level xxh3_plain = {blocks_plain, stripes_plain};
 
 /* -- x86-64: compiled whatever the build machine has, chosen at run time ------------------------------------------ */
 #if defined(__x86_64__)
-#include <immintrin.h>
-
-#define AVX512 __attribute__((target("avx512f")))
-#define AVX2 __attribute__((target("avx2")))
-
-AVX512 static inline __m512i stripe_avx512(__m512i acc, const uint8_t *input, const uint8_t *secret) {
-    __m512i data = _mm512_loadu_si512(input), key = _mm512_xor_si512(data, _mm512_loadu_si512(secret));
-    __m512i product = _mm512_mul_epu32(key, _mm512_srli_epi64(key, 32));
-    __m512i swapped = _mm512_shuffle_epi32(data, (_MM_PERM_ENUM)0x4e); /* neighbouring lanes change places */
-    return _mm512_add_epi64(acc, _mm512_add_epi64(product, swapped));
-}
+#include "xxh3_x86.h"
 
 AVX512 static void stripes_avx512(uint64_t acc[8], const uint8_t *input, const uint8_t *secret, size_t stripes) {
     __m512i sum = _mm512_loadu_si512(acc);
@@ -179,34 +166,16 @@ AVX512 static void stripes_avx512(uint64_t acc[8], const uint8_t *input, const u
 }
 
 AVX512 static void blocks_avx512(uint64_t acc[8], const uint8_t *input, size_t blocks) {
-    const __m512i prime = _mm512_set1_epi64(PRIME32_1), last = _mm512_loadu_si512(LAST_SECRET);
     __m512i sum = _mm512_loadu_si512(acc);
     for (size_t b = 0; b < blocks; b++, input += XXH3_BLOCK) {
         for (int s = 0; s < XXH3_BLOCK / XXH3_STRIPE; s++)
             sum = stripe_avx512(sum, input + XXH3_STRIPE * s, xxh3_secret + 8 * s);
-        sum = _mm512_xor_si512(_mm512_xor_si512(sum, _mm512_srli_epi64(sum, 47)), last);
-        __m512i high = _mm512_slli_epi64(_mm512_mul_epu32(_mm512_srli_epi64(sum, 32), prime), 32);
-        sum = _mm512_add_epi64(_mm512_mul_epu32(sum, prime), high);
+        sum = scramble_avx512(sum);
     }
     _mm512_storeu_si512(acc, sum);
 }
 
 const struct xxh3_level xxh3_avx512 = {blocks_avx512, stripes_avx512};
-
-AVX2 static inline __m256i half_avx2(__m256i acc, const uint8_t *input, const uint8_t *secret) {
-    __m256i data = _mm256_loadu_si256((const __m256i *)input);
-    __m256i key = _mm256_xor_si256(data, _mm256_loadu_si256((const __m256i *)secret));
-    __m256i product = _mm256_mul_epu32(key, _mm256_srli_epi64(key, 32));
-    return _mm256_add_epi64(acc, _mm256_add_epi64(product, _mm256_shuffle_epi32(data, 0x4e)));
-}
-
-AVX2 static inline __m256i scramble_avx2(__m256i sum, const uint8_t *secret) {
-    const __m256i prime = _mm256_set1_epi64x(PRIME32_1);
-    sum = _mm256_xor_si256(sum, _mm256_srli_epi64(sum, 47));
-    sum = _mm256_xor_si256(sum, _mm256_loadu_si256((const __m256i *)secret));
-    __m256i high = _mm256_slli_epi64(_mm256_mul_epu32(_mm256_srli_epi64(sum, 32), prime), 32);
-    return _mm256_add_epi64(_mm256_mul_epu32(sum, prime), high);
-}
 
 AVX2 static void stripes_avx2(uint64_t acc[8], const uint8_t *input, const uint8_t *secret, size_t stripes) {
     __m256i low = _mm256_loadu_si256((__m256i *)acc), high = _mm256_loadu_si256((__m256i *)(acc + 4));

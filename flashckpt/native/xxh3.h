@@ -27,6 +27,8 @@ extern const struct xxh3_level xxh3_neon;
 #endif
 
 extern const uint8_t xxh3_secret[192];
+#define LAST_SECRET (xxh3_secret + sizeof xxh3_secret - XXH3_STRIPE) /* of the scramble */
+#define PRIME32_1 0x9E3779B1U
 
 /* Digest of up to XXH3_SHORT bytes. */
 uint64_t xxh3_short(const uint8_t *input, size_t nbytes);

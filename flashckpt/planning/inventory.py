@@ -21,6 +21,7 @@ class HeldSlot(NamedTuple):
         world_size: Ranks of its worker group.
         layout_hash: Of its segment.
         parent: What its generation was restored from.
+        suspect: Whether numbers in it became non-finite.
     """
 
     rank: int
@@ -29,6 +30,7 @@ class HeldSlot(NamedTuple):
     world_size: int
     layout_hash: int
     parent: SnapshotId | None
+    suspect: bool = False
 
 
 class Member(NamedTuple):
@@ -54,6 +56,8 @@ class Inventory:
         request: What the rank was asked to restore; one and the same on all.
         committed: Newest checkpoint that the node's daemon knows of on the root, or None.
         damage: Why the node's generation record cannot be read; "" if it can.
+        back: How far back the agent asks to go after the same failure: 0 to the newest state, from 1 on to one older than
+            the last generation began with, from 2 on to a checkpoint.
     """
 
     node: str
@@ -67,6 +71,7 @@ class Inventory:
     request: str = ""
     committed: SnapshotId | None = None
     damage: str = ""
+    back: int = 0
 
     def pack(self) -> list[Any]:
         """Return it as msgpack types."""
@@ -81,15 +86,18 @@ class Inventory:
             self.request,
             self.committed,
             self.damage,
+            self.back,
         ]
 
     @classmethod
     def unpack(cls, packed: list[Any], *, with_slots: bool = True) -> Inventory:
         """Return what `pack` packed."""
-        node, slots, generation, restart, need, free, members, host, request, committed, damage = packed
+        node, slots, generation, restart, need, free, members, host, request, committed, damage, back = packed
         return cls(
             node=node,
-            slots=tuple(HeldSlot(r, g, s, w, h, _snapshot_id(p)) for r, g, s, w, h, p in (slots if with_slots else ())),
+            slots=tuple(
+                HeldSlot(r, g, s, w, h, _snapshot_id(p), bad) for r, g, s, w, h, p, bad in (slots if with_slots else ())
+            ),
             generation=None if generation is None else records.unpack(Generation, generation),
             restart=restart,
             need_bytes=need,
@@ -99,6 +107,7 @@ class Inventory:
             request=request,
             committed=_snapshot_id(committed),
             damage=damage,
+            back=back,
         )
 
 

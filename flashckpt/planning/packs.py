@@ -126,4 +126,5 @@ def index_manifest(manifest: Manifest, packs: list[Pack], objects: list[str]) ->
         for row, first in ((row, int(table.first_chunk[row])) for row in rows)
     ]
     digests = np.concatenate(pieces) if pieces else np.zeros(0, np.uint64)
-    return replace(manifest, table=selected, digests=digests, objects=list(objects))
+    figures = None if manifest.figures is None else manifest.figures.take(rows)
+    return replace(manifest, table=selected, digests=digests, objects=list(objects), figures=figures)

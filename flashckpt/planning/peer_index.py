@@ -129,7 +129,11 @@ def part_of(manifest: Manifest, rows: Sequence[int], *, values: bool) -> Manifes
     table, chosen = manifest.table, np.asarray(rows, np.int64)
     chunks = ranges(table.first_chunk[chosen], chunk_counts(table.nbytes[chosen]))
     return replace(
-        manifest, table=table.take(chosen), digests=manifest.digests[chunks], values=manifest.values if values else {}
+        manifest,
+        table=table.take(chosen),
+        digests=manifest.digests[chunks],
+        values=manifest.values if values else {},
+        figures=None if manifest.figures is None else manifest.figures.take(chosen),
     )
 
 

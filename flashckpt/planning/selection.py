@@ -23,6 +23,7 @@ class RootSummary:
         committed: Ids of valid checkpoints, newest first.
         prefixes: The folder of each below the root.
         claims: Generations claimed on the root, with what they were restored from.
+        suspects: Those of `committed` in which numbers became non-finite.
         error: Why the root could not be read; "" if it was.
         may_pass: Whether it may be readable a moment later.
         is_empty: It holds no trace of a checkpoint, not even of a damaged or unfinished one.
@@ -34,6 +35,7 @@ class RootSummary:
     error: str = ""
     is_empty: bool = False
     may_pass: bool = False
+    suspects: tuple[SnapshotId, ...] = ()
 
     def pack(self) -> list[Any]:
         """Return it as msgpack types."""
@@ -44,12 +46,13 @@ class RootSummary:
             self.error,
             self.is_empty,
             self.may_pass,
+            list(self.suspects),
         ]
 
     @classmethod
     def unpack(cls, packed: list[Any]) -> RootSummary:
         """Return what `pack` packed."""
-        committed, prefixes, claims, error, is_empty, may_pass = packed
+        committed, prefixes, claims, error, is_empty, may_pass, suspects = packed
         return cls(
             committed=tuple(map(SnapshotId.of, committed)),
             prefixes=tuple(prefixes),
@@ -57,6 +60,7 @@ class RootSummary:
             error=error,
             is_empty=is_empty,
             may_pass=may_pass,
+            suspects=tuple(map(SnapshotId.of, suspects)),
         )
 
 
@@ -110,6 +114,7 @@ class Candidate:
         on_root: It is committed on the root.
         is_unfinished: Some surviving rank never completed it; tried only where nothing whole is left.
         holders: Every slot that holds it, by rank.
+        is_suspect: Numbers in it became non-finite, on some rank: tried behind all that are not so.
     """
 
     identity: SnapshotId
@@ -117,6 +122,7 @@ class Candidate:
     on_root: bool = False
     is_unfinished: bool = False
     holders: tuple[Holder, ...] = ()
+    is_suspect: bool = False
 
     @property
     def is_whole(self) -> bool:
@@ -180,7 +186,7 @@ def select(
     step: int | None = None,
     generation: int | None = None,
 ) -> Candidates:
-    """Return everything that could be restored, newest first; the same on every rank.
+    """Return everything that could be restored, newest first, what is suspect last; the same on every rank.
 
     Args:
         inventories: Of all ranks, in rank order.
@@ -201,9 +207,11 @@ def select(
     ]  # fmt: skip
     if step is None and generation is None:
         wanted = [i for i in wanted if not is_rolled_back(i, lineage)]
+        wanted = _further_back(wanted, on_root, lineage, max((i.back for i in inventories), default=0))
     holders: dict[SnapshotId, set[Holder]] = {}
     for record in records:
         holders.setdefault(record.identity, set()).add(Holder(record.rank, record.node))
+    suspects = {*root.suspects, *(record.identity for record in records if record.suspect)}
     found = tuple(
         Candidate(
             identity=i,
@@ -211,11 +219,26 @@ def select(
             on_root=i in on_root,
             is_unfinished=part.get(i, False) and i not in on_root,
             holders=tuple(sorted(holders.get(i, ()))),
+            is_suspect=i in suspects,
         )
-        for i in wanted
+        for i in sorted(wanted, key=suspects.__contains__)
     )
     highest = max([*(g.number for g in lineage), *(i.generation for i in on_root)], default=0)
     return Candidates(found=found, next_generation=highest + 1, lineage=lineage)
+
+
+def _further_back(
+    wanted: list[SnapshotId], on_root: set[SnapshotId], lineage: Sequence[Generation], back: int
+) -> list[SnapshotId]:
+    """Return what is older than the state that the last generation began with: from the second time on checkpoints.
+
+    Where there are none, the others; all of `wanted` where nothing is older.
+    """
+    began = next((one.parent for one in reversed(lineage) if one.parent is not None), None)
+    if not back or began is None:
+        return wanted
+    older = [i for i in wanted if i < began]
+    return [i for i in older if back > 1 and i in on_root] or older or wanted
 
 
 def _lineage(nodes: Iterable[Inventory], root: RootSummary, records: Sequence[SlotRecord]) -> tuple[Generation, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from flashckpt.core.manifest import Manifest
+from flashckpt.core.manifest import Manifest, by_design
 from flashckpt.core.shard import split_owner
 from flashckpt.errors import TensorMismatchError
 from flashckpt.planning.box_match import has_same_regions
@@ -256,6 +256,8 @@ def fill(attempt: Attempt, prepared: Prepared, remote: RemoteFetcher | None) -> 
         finally:
             memory.settle()
         memory.finish()
+    if attempt.request.only is None:
+        attempt.tracked.by_design = by_design([source.manifest for source in prepared.sources.all])
     with attempt.phases("values"):
         step, program = attempt.candidate.identity.step, prepared.program
         applied = apply_values(

@@ -19,6 +19,7 @@ from flashckpt.checkpoint import catalog
 from flashckpt.checkpoint.catalog import manifest_from, read_manifest_bytes
 from flashckpt.checkpoint.ranged_reads import with_values
 from flashckpt.checkpoint.retention import leased
+from flashckpt.core.figures import figures_from
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.manifest_header import HEADER
 from flashckpt.core.shard_table import columns_of, raw_bytes, table_from_columns
@@ -255,6 +256,7 @@ def share(manifest: Manifest) -> int:
         "table": columns_of(manifest.table),
         "derived": {name: raw_bytes(np.ascontiguousarray(one)) for name, one in manifest.table.derived.items()},
         "ranged": manifest.ranged.packed(),
+        "figures": {} if manifest.figures is None else manifest.figures.packed(),
         "rest": {"digests": digests, **_fields(manifest)},
     }
     arrays = [(group, name, value) for group, entries in groups.items() for name, value in entries.items()]
@@ -293,7 +295,7 @@ def attach(path: str) -> Manifest:
     head, behind = split(mapped)
     small, large = msgpack.unpackb(head)
     start = -(-(len(mapped) - len(behind)) // _ALIGNED) * _ALIGNED
-    groups: dict[str, dict[str, Any]] = {"table": {}, "derived": {}, "ranged": {}, "rest": {}}
+    groups: dict[str, dict[str, Any]] = {"table": {}, "derived": {}, "ranged": {}, "figures": {}, "rest": {}}
     for group, name, value in small:
         groups[group][name] = value
     for group, name, at, nbytes in large:
@@ -303,6 +305,7 @@ def attach(path: str) -> Manifest:
     table = table_from_columns(groups["table"])
     kinds = {"follow": np.bool_}
     table.adopt({name: np.frombuffer(one, kinds.get(name, np.int64)) for name, one in groups["derived"].items()})
+    figures = groups["figures"]
     return Manifest(
         **rest
         | {
@@ -311,6 +314,7 @@ def attach(path: str) -> Manifest:
             "digests": np.frombuffer(rest["digests"], np.uint64),
             "values": values,
             "ranged": ranged_from(groups["ranged"], objects=len(rest["objects"]), others=values),
+            "figures": figures_from(figures, len(table)) if figures else None,
         }
     )
 

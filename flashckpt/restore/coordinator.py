@@ -139,7 +139,7 @@ class RestoreCoordinator:
         """Search, and again while what the search fails at may pass. Collective."""
         while True:
             root = None
-            if self._is_explicit or not memory_is_current(inventories):
+            if self._is_explicit or not memory_is_current(inventories) or any(i.back for i in inventories):
                 root = self._ask_root()
                 if not self._is_explicit:
                     _refuse_emptied_root(self.request, inventories, root)
@@ -192,7 +192,7 @@ class RestoreCoordinator:
             with self.phases("decide"):
                 found = self._select(inventories, root)
             left = [c for c in found.found if (c.identity, c.on_root) not in tried]
-            if root is None and (not left or left[0].is_unfinished or tried):
+            if root is None and (not left or left[0].is_unfinished or left[0].is_suspect or tried):
                 root = self._ask_root()
                 continue
             if not left:
@@ -203,7 +203,7 @@ class RestoreCoordinator:
             answer = self._try(candidate, inventories, root, own)
             if not isinstance(answer, Rejected):
                 _say(rejected)
-                sentences = tuple(one.everywhere for one in rejected)
+                sentences = (*(one.everywhere for one in rejected), *_left_aside(candidate, left))
                 return _Search(found, root, candidate, replace(answer, passed_over=sentences))
             if candidate.on_root and self.patience.again(may_pass=may_pass(answer.error), why=answer.here):
                 tried.discard((candidate.identity, True))  # an older one would lose steps for a moment's failure
@@ -291,6 +291,13 @@ class RestoreCoordinator:
         if explicit:
             step = self.request.step if self.request.step is not None else -1
             raise no_such_checkpoint(step, self.request.generation, search.found, self.request.root)
+
+
+def _left_aside(restored: Candidate, left: Sequence[Candidate]) -> list[str]:
+    """Return a sentence for each newer candidate that is suspect."""
+    newer = [one.identity for one in left if one.is_suspect and one.identity > restored.identity]
+    what = "holds NaN or infinity in parameters or optimizer state that were finite before"
+    return [f"{id_} {what}; to have it nevertheless: restore(step={id_.step})" for id_ in newer]
 
 
 def _say(rejected: Sequence[Rejected], but: str = "") -> None:

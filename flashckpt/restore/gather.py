@@ -70,6 +70,7 @@ def gather(
         request=request.text,
         committed=_committed(directory),
         damage=damage,
+        back=env.FLASHCKPT_BACK,
     )
     found = [mine] if collectives.is_alone() else unpack_all(gathered(mine.pack(), ranks_key()))
     refuse_damage(found, directory.job)
@@ -157,7 +158,7 @@ def _slots(directory: JobDirectory) -> Iterator[HeldSlot]:
                 for h in segment.headers():
                     if h.is_complete:
                         layout = segment.spec.layout_hash
-                        yield HeldSlot(h.rank, h.generation, h.step, h.world_size, layout, h.parent)
+                        yield HeldSlot(h.rank, h.generation, h.step, h.world_size, layout, h.parent, h.suspect)
         except FileNotFoundError:
             continue
         except FlashckptError as error:

@@ -57,7 +57,7 @@ class Session:
         self._commits = Commits(is_alone=world.size == 1) if self.tracked.objects else None
         self._skips = Skips(generation)
         self._wanted, self._stale, self._is_full_logged = Wanted(generation), StaleWatch(), False
-        self._stager = Stager(self._completed, self._failed)
+        self._stager = Stager(self._completed, self._failed, by_design=self.tracked.by_design)
         self._plans = CurrentPlan(
             self.tracked,
             self.memory,
@@ -69,7 +69,7 @@ class Session:
         self._last_step, self._stepped_at, self._optimizer_steps = self._row.step, 0, 0
         self._pauses, self._pause_lock = 0, threading.Lock()
         self._has_taken, self._refused = self.outcome.report is not None, set[str]()
-        self._is_removed = False
+        self._is_removed = self._is_suspect = False
         self._note_restored()
         self._committed = CommitWatch(
             self.directory,
@@ -234,13 +234,7 @@ class Session:
         self.stats["complete_s"] += snapshot.done_s - snapshot.started_s
         self.stats["copy_cpu_s"] += snapshot.cpu_s
         self._note_where(snapshot)
-        if snapshot.nonfinite:
-            _log.warning(
-                "%r holds NaN or infinity in the snapshot of step %d, and so will later ones: restore an earlier step "
-                "(flashckpt ls shows them); a few elements of each parameter and of optimizer state are looked at; this line comes once",
-                snapshot.nonfinite,
-                snapshot.request.id.step,
-            )
+        self._note_numbers(snapshot)
         if self._stale.look(snapshot):
             _log.warning(
                 "three snapshots up to step %d are identical although the optimizer stepped: is the tracked model the one "
@@ -248,6 +242,25 @@ class Session:
                 snapshot.request.id.step,
             )
         self._call("on_snapshot", snapshot.request.id.step)
+
+    def _note_numbers(self, snapshot: Snapshot) -> None:
+        """Say once what is not finite, and which tensor became so in which step of which rank."""
+        step, rank = snapshot.request.id.step, snapshot.request.rank
+        if snapshot.nonfinite:
+            _log.warning(
+                "%r holds NaN or infinity in the first snapshot, of step %d: it is taken to be so by design",
+                snapshot.nonfinite,
+                step,
+            )
+        self.stats["suspect"] += bool(snapshot.suspects)
+        if snapshot.suspects and not self._is_suspect:
+            _log.error(
+                "[gen %d | rank %d | step %d] numbers became NaN or infinite in %r%s: this snapshot and later ones like it "
+                "are suspect, and a restart prefers an older one (flashckpt ls shows them)",
+                snapshot.request.id.generation, rank, step, snapshot.suspects[0],
+                f" and {more} more" if (more := len(snapshot.suspects) - 1) else "",
+            )  # fmt: skip
+        self._is_suspect = bool(snapshot.suspects)
 
     def _note_where(self, snapshot: Snapshot) -> None:
         """Count what the training thread copied, and log once that it does."""

@@ -92,6 +92,10 @@ class NodeInventory:
             if any(held.header.persist for held in self._holders[identity].values())
         ]
 
+    def suspect(self) -> list[Identity]:
+        """Return the complete snapshots in which numbers became NaN or infinite on a rank of this node, ascending."""
+        return [one for one in self.complete() if any(held.header.suspect for held in self._holders[one].values())]
+
     def holders(self, identity: Identity) -> dict[int, SlotEntry]:
         """Return rank -> slot for the ranks that hold one snapshot."""
         return self._holders.get(identity, {})

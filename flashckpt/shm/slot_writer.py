@@ -37,12 +37,13 @@ class SlotWriter:
         start = spec.data_at(slot)
         self.data = buffer[start : start + spec.data_capacity]
 
-    def commit(self, manifest: bytes, *, data_bytes: int | None = None) -> SlotHeader:
+    def commit(self, manifest: bytes, *, data_bytes: int | None = None, suspect: bool = False) -> SlotHeader:
         """Write the manifest and set the slot COMPLETE: from then on the snapshot exists.
 
         Args:
             manifest: `encode_manifest(...)`.
             data_bytes: Used bytes of the data area; all of it if None.
+            suspect: As in the header.
 
         Raises:
             SharedMemoryError: The manifest or the data do not fit into their area; the snapshot is discarded.
@@ -75,6 +76,7 @@ class SlotWriter:
             manifest_bytes=len(manifest),
             manifest_digest=digest(manifest),
             data_bytes=spec.data_capacity if data_bytes is None else data_bytes,
+            suspect=suspect,
         )
         header = self._put(header)  # THE commit point of the memory tier: one write of one header copy
         crash_point("slot.after-complete")

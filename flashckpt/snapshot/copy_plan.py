@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from flashckpt.logs import guarded
+from flashckpt.native.numbers import kinds_of
 from flashckpt.snapshot.copy import Item, StalePlanError, is_run, run_starts
 from flashckpt.snapshot.runs import HostRuns, places_of
 from flashckpt.snapshot.segments import RankSegments
@@ -179,9 +180,9 @@ class CopyPlan:
 
     @cached_property
     def digested_later(self) -> Ints:
-        """int64[n, 3] as of `places_of`: what is copied without digests, that is all on the host but `runs`. Raises as `fenced`."""
+        """int64[n, 4] as of `places_of`: what is copied without digests, that is all on the host but `runs`. Raises as `fenced`."""
         table, rows = self.layout.table, np.concatenate([self.order.unfenced, self.order.fresh])
-        columns = (table.byte_offset[rows], table.nbytes[rows], table.first_chunk[rows])
+        columns = (table.byte_offset[rows], table.nbytes[rows], table.first_chunk[rows], kinds_of(table)[rows])
         return np.concatenate([places_of(self.others), np.column_stack(columns).astype(np.int64, copy=False)])
 
     @cached_property

@@ -20,6 +20,8 @@ from flashckpt import faults
 from flashckpt.core.digest import CHUNK_BYTES
 from flashckpt.environment import env
 from flashckpt.native import SharedCopy, copy_and_digest, is_native
+from flashckpt.native.descriptors import Figures
+from flashckpt.native.numbers import kind_of
 from flashckpt.snapshot.copy import Buffer, Item, StalePlanError, stale_plan
 
 # -- A copy under way, which the training thread joins instead of waiting: on a full machine the copy thread has no
@@ -176,6 +178,7 @@ class HostRuns:
         columns = [(item.start, item.offset, item.nbytes, item.first_chunk, item.local_bytes) for item in items]
         *parts, self._room = np.array(columns, np.int64).reshape(-1, 5).T.copy()
         self._item, (self._start, self._offset, self._nbytes, self._first) = _dealt(*parts)
+        self._kinds = np.array([kind_of(dtype) for dtype in self._dtypes], np.uint8)[self._item]
         self._checked_addresses = np.zeros(0, np.int64)
         self._checked_slots: set[int] = set()
 
@@ -199,7 +202,14 @@ class HostRuns:
         self.refuse_lost(held)
         self._note_checked(held, buffer)
 
-    def copy_and_digest(self, buffer: Buffer, digests: npt.NDArray[np.uint64], offer: Offer | None = None) -> None:
+    def copy_and_digest(
+        self,
+        buffer: Buffer,
+        digests: npt.NDArray[np.uint64],
+        offer: Offer | None = None,
+        *,
+        figures: Figures | None = None,
+    ) -> None:
         """Copy and digest in the copy thread, after `check_forms`; the GIL is free except while tensors are looked up.
 
         With `offer` another thread may take part, as soon as the tensors are looked up.
@@ -215,11 +225,13 @@ class HostRuns:
         # asking for the map of memory is cheap in C alone
         check = self._is_new(held, buffer) or is_native()
         if faults.is_armed(_POINT):
-            _copy_by_chunk(rows, self._first, digests)
+            _copy_by_chunk(rows, self._first, digests, self._kinds, figures)
         elif offer is None:
-            copy_and_digest(rows, digests=digests, first_chunks=self._first, check=check)
+            copy_and_digest(
+                rows, digests=digests, first_chunks=self._first, check=check, kinds=self._kinds, figures=figures
+            )
         else:
-            shared = SharedCopy(rows, digests, self._first)
+            shared = SharedCopy(rows, digests, self._first, kinds=self._kinds, figures=figures)
             with offer.open(shared):
                 shared.run(check=check)
         self.refuse_lost(held)
@@ -315,20 +327,35 @@ def _dealt(start: Ints, offset: Ints, nbytes: Ints, first: Ints) -> tuple[Ints, 
 
 
 def places_of(items: Sequence[Item]) -> Ints:
-    """Return int64[n, 3]: offset in the slot, bytes and first digest of each item."""
-    return np.array([(item.offset, item.nbytes, item.first_chunk) for item in items], np.int64).reshape(-1, 3)
+    """Return int64[n, 4]: offset in the slot, bytes, first digest of each item, and how its numbers are read."""
+    columns = [(item.offset, item.nbytes, item.first_chunk, kind_of(item.dtype)) for item in items]
+    return np.array(columns, np.int64).reshape(-1, 4)
 
 
-def digest_in_slot(places: Ints, buffer: Buffer, digests: npt.NDArray[np.uint64]) -> None:
+def digest_in_slot(
+    places: Ints, buffer: Buffer, digests: npt.NDArray[np.uint64], figures: Figures | None = None
+) -> None:
     """Digest what lies in the slot already; `places` as of `places_of`."""
     if len(places):
-        offset, nbytes, first = places.T
+        offset, nbytes, first, kinds = places.T
         rows = np.column_stack((offset + buffer.address, np.zeros_like(offset), nbytes))
-        copy_and_digest(rows, digests=digests, first_chunks=np.ascontiguousarray(first), check=False)
+        copy_and_digest(
+            rows,
+            digests=digests,
+            first_chunks=np.ascontiguousarray(first),
+            check=False,
+            kinds=kinds.astype(np.uint8),
+            figures=figures,
+        )
 
 
 def digest_arrivals(
-    arrivals: Iterable[Sequence[Item]], buffer: Buffer, digests: npt.NDArray[np.uint64], *, threads: int
+    arrivals: Iterable[Sequence[Item]],
+    buffer: Buffer,
+    digests: npt.NDArray[np.uint64],
+    figures: Figures | None = None,
+    *,
+    threads: int,
 ) -> float:
     """Digest batches as they arrive in the slot: a fast bus brings them several times as fast as one thread digests.
 
@@ -341,7 +368,7 @@ def digest_arrivals(
 
     def digest(places: Ints) -> float:
         began = time.thread_time()
-        digest_in_slot(places, buffer, digests)
+        digest_in_slot(places, buffer, digests, figures)
         return time.thread_time() - began
 
     parts: list[Future[float]] = []
@@ -359,12 +386,13 @@ def _handed(items: Sequence[Item]) -> Iterator[Ints]:
     if sum(item.nbytes for item in items) <= _HANDED_BYTES:
         yield places_of(items)
         return
-    places: list[tuple[int, int, int]] = []
+    places: list[tuple[int, int, int, int]] = []
     size = 0
     for item in items:
+        kind = kind_of(item.dtype)
         for at in range(0, item.nbytes, _HANDED_BYTES):
             nbytes = min(item.nbytes - at, _HANDED_BYTES)
-            places.append((item.offset + at, nbytes, item.first_chunk + at // CHUNK_BYTES))
+            places.append((item.offset + at, nbytes, item.first_chunk + at // CHUNK_BYTES, kind))
             size += nbytes
             if size >= _HANDED_BYTES:
                 yield np.array(places, np.int64)
@@ -378,10 +406,19 @@ def digest_threads() -> int:
     return max(1, min(8, len(os.sched_getaffinity(0)) // env.LOCAL_WORLD_SIZE // 2))
 
 
-def _copy_by_chunk(rows: Ints, first: Ints, digests: npt.NDArray[np.uint64]) -> None:
+def _copy_by_chunk(
+    rows: Ints,
+    first: Ints,
+    digests: npt.NDArray[np.uint64],
+    kinds: npt.NDArray[np.uint8],
+    figures: Figures | None,
+) -> None:
     """Copy with the crash point behind each chunk, as if many calls were one: only where that point is armed."""
-    for (source, target, nbytes), chunk in zip(rows.tolist(), first.tolist(), strict=True):
+    for row_number, ((source, target, nbytes), chunk) in enumerate(zip(rows.tolist(), first.tolist(), strict=True)):
+        kind = kinds[row_number : row_number + 1]
         for number, at in enumerate(range(0, max(nbytes, 1), CHUNK_BYTES), chunk):
             row = np.array([(source + at, target + at, min(CHUNK_BYTES, nbytes - at))], np.int64)
-            copy_and_digest(row, digests=digests, first_chunks=np.array([number], np.int64))
+            copy_and_digest(
+                row, digests=digests, first_chunks=np.array([number], np.int64), kinds=kind, figures=figures
+            )
             faults.crash_point(_POINT)

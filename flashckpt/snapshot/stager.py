@@ -7,7 +7,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -19,6 +19,7 @@ from flashckpt.core.snapshot_id import SnapshotRequest
 from flashckpt.errors import FenceError, FlashckptError, SharedMemoryError
 from flashckpt.faults import crash_point
 from flashckpt.logs import guarded
+from flashckpt.native.numbers import FIGURES, figures_of_rows
 from flashckpt.shm.segment import SlotWriter
 from flashckpt.snapshot.copy import (
     Buffer,
@@ -38,7 +39,7 @@ from flashckpt.snapshot.runs import (
     digest_threads,
     places_of,
 )
-from flashckpt.snapshot.witness import Counts, FiniteWatch, Witness, counter_path
+from flashckpt.snapshot.witness import Counts, NumbersWatch, Witness, counter_path
 from flashckpt.state.structure import Captured, ValuesRead
 
 _log = guarded(logging.getLogger("flashckpt"))
@@ -63,7 +64,9 @@ class Snapshot:
         offer: What the training thread takes part in at the fence.
         is_copied_here: Whether the training thread has copied it, in `hand_over`.
         found_full: Whether from now on the training thread copies, as no core was free for this copy.
-        nonfinite: Name of a tensor in it that holds NaN or infinity, once in a run; "" else.
+        figures: Of its chunks, like `digests`.
+        suspects: Parameters and optimizer state in it that became non-finite.
+        nonfinite: Name of one that is not finite and always was, once in a run; "" else.
         started_s, copied_s, done_s: `time.perf_counter()` of the phases.
     """
 
@@ -85,9 +88,11 @@ class Snapshot:
     cpu_s: float = 0.0
     checked: bool = False
     digests: np.ndarray | None = None
+    figures: np.ndarray | None = None
     batches: Any = ()
     is_copied_here: bool = False
     found_full: bool = False
+    suspects: Sequence[str] = ()
     nonfinite: str = ""
     lock: threading.Lock = field(default_factory=threading.Lock)
     offer: Offer = field(default_factory=Offer)
@@ -135,15 +140,20 @@ class Stager:
     Args:
         on_complete: Called in the copy thread with each COMPLETE snapshot, before `done` is set.
         on_failure: Called in the copy thread with each discarded snapshot and its error.
+        by_design: As of `NumbersWatch`.
     """
 
     def __init__(
-        self, on_complete: Callable[[Snapshot], None], on_failure: Callable[[Snapshot, Exception], None]
+        self,
+        on_complete: Callable[[Snapshot], None],
+        on_failure: Callable[[Snapshot, Exception], None],
+        *,
+        by_design: Collection[str] | None = None,
     ) -> None:
         self._on_complete, self._on_failure = on_complete, on_failure
         self._queue: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._crowding = Crowding()
+        self._crowding, self._numbers = Crowding(), NumbersWatch(by_design)
         self._prepared: Snapshot | None = None
         self.current: Snapshot | None = None
 
@@ -151,10 +161,6 @@ class Stager:
     def _lanes(self) -> DeviceCopier:
         """The side streams, where some tensor lies on a device."""
         return DeviceCopier()
-
-    @cached_property
-    def _finite(self) -> FiniteWatch:
-        return FiniteWatch()
 
     def ready(self) -> None:
         """Start the thread, and find out where version counters lie, so that the first snapshot need not."""
@@ -285,14 +291,15 @@ class Stager:
         plan.unfenced_runs.check_forms()
         plan.runs.check_forms()
         snapshot.digests = digests = np.zeros(plan.layout.table.chunks, np.uint64)
+        snapshot.figures = figures = np.zeros(len(digests), FIGURES)
         if plan.uses_device:
             snapshot.batches = self._lanes.enqueue(
                 plan.device,
                 buffer,
                 snapshot.marks,
-                arrived=lambda items: digest_in_slot(places_of(items), buffer, digests),
+                arrived=lambda items: digest_in_slot(places_of(items), buffer, digests, figures),
             )
-        plan.runs.copy_and_digest(buffer, digests, snapshot.offer)
+        plan.runs.copy_and_digest(buffer, digests, snapshot.offer, figures=figures)
         for item in plan.others:
             copy_item(item, buffer)
             crash_point("slot.during-copy")
@@ -306,10 +313,10 @@ class Stager:
         """Digest what lies in the slot only, and make the snapshot COMPLETE."""
         plan, buffer, digests = snapshot.plan, snapshot.buffer, snapshot.digests
         assert digests is not None
-        digest_in_slot(plan.digested_later, buffer, digests)
+        digest_in_slot(plan.digested_later, buffer, digests, snapshot.figures)
         if plan.uses_device:
             arrivals = self._lanes.arrivals(snapshot.batches, buffer)
-            snapshot.cpu_s += digest_arrivals(arrivals, buffer, digests, threads=digest_threads())
+            snapshot.cpu_s += digest_arrivals(arrivals, buffer, digests, snapshot.figures, threads=digest_threads())
             if names := self._lanes.changed(snapshot.marks, buffer):
                 raise fence_error(names, snapshot.request.id.step, found=UNCOUNTED)
         snapshot.check()
@@ -318,12 +325,14 @@ class Stager:
 
     def _commit(self, snapshot: Snapshot, digests: np.ndarray) -> None:
         layout = snapshot.plan.layout
-        snapshot.nonfinite = self._finite.look(layout, snapshot.buffer)
+        assert snapshot.figures is not None
+        figures = self._numbers.look(layout, figures_of_rows(layout.table, snapshot.figures))
         values = snapshot.values.packed()
-        manifest = Manifest.of(snapshot.request, table=layout.table, digests=digests, values=values)
+        manifest = Manifest.of(snapshot.request, table=layout.table, digests=digests, values=values, figures=figures)
+        snapshot.suspects, snapshot.nonfinite = manifest.suspects, self._numbers.report()
         encoded = encode_manifest(manifest, table_bytes=layout.table_bytes)
         snapshot.buffer.close()
-        snapshot.writer.commit(encoded, data_bytes=layout.total)
+        snapshot.writer.commit(encoded, data_bytes=layout.total, suspect=bool(snapshot.suspects))
         snapshot.done_s = time.perf_counter()
 
     def _end(self, snapshot: Snapshot, cpu_s: float) -> None:

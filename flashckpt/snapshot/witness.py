@@ -15,7 +15,7 @@ import math
 import operator
 import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from flashckpt.core.figures import TensorFigures
 from flashckpt.logs import guarded
 from flashckpt.native import copy_and_digest, is_native
 from flashckpt.native.copying import CounterPath, read_counters
@@ -330,45 +331,35 @@ class Sampler:
         return made
 
 
-# -- Whether a snapshot that was just copied holds NaN or infinity: a few elements of a few tensors, others each
-#    time
-#
-# What it covers: parameters and state of optimizers, of types that numpy has and bfloat16. Training that has
-# diverged shows it everywhere at once; a single element is found when its turn comes, or not at all in a tensor
-# of many elements.
-
-_ROWS, _ELEMENTS = 64, 32
-_KINDS = {"float16": "<f2", "float32": "<f4", "float64": "<f8", "bfloat16": "<u2"}
+# -- Which parameters, and state of optimizers, became non-finite: what was so from the beginning is so by design (a
+#    mask of -inf), and what a restored snapshot says of its tensors counts as their beginning
 
 
-class FiniteWatch:
-    """Looks at snapshots until it has found something."""
+class NumbersWatch:
+    """Looks at the figures of every snapshot of one run.
 
-    def __init__(self) -> None:
-        self._layout: StateLayout | None = None
-        self._rows = np.zeros(0, np.int64)
-        self._next, self._looks, self._is_reported = 0, 0, False
+    Args:
+        by_design: Tensors that were not finite in the restored snapshot, and not suspect; None where nothing is known:
+            then the first snapshot says it.
+    """
 
-    def look(self, layout: StateLayout, buffer: Buffer) -> str:
-        """Return the name of a tensor that is not finite, the first time that one is seen; "" else."""
-        if self._is_reported:
-            return ""
+    def __init__(self, by_design: Collection[str] | None = None) -> None:
+        self._by_design = None if by_design is None else set(by_design)
+        self._unsaid = ""
+
+    def look(self, layout: StateLayout, figures: TensorFigures) -> TensorFigures:
+        """Return the figures of a snapshot with what is suspect in them."""
         table = layout.table
-        if layout is not self._layout:
-            fenced = layout.structure.fenced[layout.row_tensors]
-            self._layout, self._rows = layout, np.flatnonzero(fenced & (table.nbytes > 0))
-        chosen = np.roll(self._rows, -self._next)[:_ROWS]
-        self._next = (self._next + _ROWS) % max(1, len(self._rows))
-        self._looks += 1
-        for row in chosen.tolist():
-            held = buffer.array[int(table.byte_offset[row]) :][: int(table.nbytes[row])]
-            dtype = table.dtypes[int(table.dtype_id[row])]
-            if (kind := _KINDS.get(dtype)) is None:
-                continue
-            held = held.view(kind)
-            step = max(1, len(held) // _ELEMENTS)
-            some = held[self._looks % step :: step]
-            if not (((some & 0x7F80) != 0x7F80).all() if dtype == "bfloat16" else np.isfinite(some).all()):
-                self._is_reported = True
-                return table.fqn(row)
-        return ""
+        fenced = layout.structure.fenced[layout.row_tensors]
+        rows = np.flatnonzero(fenced & np.isinf(figures.largest)).tolist()
+        names = {table.fqn(row) for row in rows}
+        if self._by_design is None:
+            self._by_design, self._unsaid = set(names), min(names, default="")
+        self._by_design &= names  # one that was finite meanwhile is like any other from now on
+        figures.suspect[[row for row in rows if table.fqn(row) not in self._by_design]] = True
+        return figures
+
+    def report(self) -> str:
+        """Return, once, the name of a tensor that was not finite in the first snapshot; "" else."""
+        name, self._unsaid = self._unsaid, ""
+        return name

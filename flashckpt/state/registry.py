@@ -70,6 +70,7 @@ class StateRegistry:
         aliases: Other names of tensors that are held once: alias -> name.
         fenced: Track names whose tensors the user declared to change only inside `optimizer.step()`.
         exclusion: State of modules that is left out.
+        by_design: Tensors that were not finite in what was restored, and not suspect; None where nothing is known.
     """
 
     def __init__(self, world: World, *, plans_only: bool = False) -> None:
@@ -81,6 +82,7 @@ class StateRegistry:
         self.rng = False
         self.fenced: set[str] = set()
         self.exclusion = Exclusion()
+        self.by_design: set[str] | None = None
         self.planned: Structure | None = None
         self.ahead = DeferredState()
         self.aliases: dict[str, str] = {}

@@ -193,7 +193,7 @@ def need_of(shards: Sequence[Shard], value_bytes: int = 0) -> MemoryNeed:
 
 def manifest_room(table: ShardTable, table_bytes: int, value_bytes: int) -> int:
     """Return the bytes to reserve for a manifest: its table and digests, and values that may grow."""
-    return 2 * table_bytes + 8 * table.chunks + 4 * value_bytes + MANIFEST_SLACK_BYTES
+    return 2 * table_bytes + 8 * table.chunks + 8 * len(table) + 4 * value_bytes + MANIFEST_SLACK_BYTES
 
 
 def ranges(starts: Ints, counts: Ints) -> Ints:

@@ -65,7 +65,7 @@ def test_hooks_need_no_environment_of_ours_and_have_the_versions_of_the_checks()
 
 
 def test_newest_release_of_the_changelog_is_dated_and_is_the_version() -> None:
-    (newest, *_) = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    (newest, *_) = re.findall(r"^## (?!Unreleased$)(.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert re.fullmatch(rf"{re.escape(__version__)} \(\d{{4}}-\d\d-\d\d\)", newest)
 
 

@@ -143,7 +143,9 @@ def test_agent_killed_the_daemon_persists_what_is_complete_and_the_next_launch_r
 def test_same_error_at_the_same_step_twice_is_the_scripts_and_stops(tmp_path: Path, train: Path) -> None:
     """Ten restarts are left, but the traceback and the step are those of the failure before."""
     (tmp_path / "explode").touch()
-    code, output = run_dlrun(tmp_path, "--nproc-per-node=2", "--max-restarts=10", train, tmp_path, 40, 0.0)
+    code, output = run_dlrun(
+        tmp_path, "--nproc-per-node=2", "--max-restarts=10", "--escalate=0", train, tmp_path, 40, 0.0
+    )
     assert code == RestartBudgetError.exit_code, output
     assert output.count("  | ValueError: the same thing again") == 2
     assert "the same error at step 11 twice" in output

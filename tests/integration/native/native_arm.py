@@ -31,7 +31,7 @@ def test_tools_are_there(tool: str) -> None:
 def test_digests_and_copies_are_the_same_on_arm(tmp_path: Path) -> None:
     program = tmp_path / "harness"
     sources = [ROOT / "tests/support/native_harness.c"]
-    sources += [ROOT / f"flashckpt/native/{name}.c" for name in ("xxh3", "copy", "check_rows")]
+    sources += [ROOT / f"flashckpt/native/{name}.c" for name in ("xxh3", "copy", "numbers", "fused", "check_rows")]
     flags = ["-std=c11", "-O3", "-Wall", "-Wextra", "-Werror", "-static"]
     subprocess.run([COMPILER, *flags, *map(str, sources), "-o", str(program)], check=True)
     listed = "".join(f"{n} {a} {b}\n" for n, a, b in CASES)

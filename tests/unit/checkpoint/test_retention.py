@@ -41,6 +41,7 @@ from flashckpt.checkpoint.retention import (
 from flashckpt.checkpoint.root_records import CATALOG, MANIFEST, prefix_of
 from flashckpt.checkpoint.sweeping import sweep
 from flashckpt.checkpoint.writer import commit, persist_slot
+from flashckpt.core.figures import TensorFigures
 from flashckpt.core.intent import Intent
 from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest_header import HEAD_BYTES
@@ -103,6 +104,33 @@ def test_newest_valid_marked_and_leased_ones_always_stay(
     free = {i for i in live[max(1, keep_last) :] if not (keep_every and i[1] % keep_every == 0)} - marked - leased
     assert free <= gone
     assert choose_expired(infos, Policy(keep_last=None)) == []
+
+
+def test_suspect_checkpoints_take_no_place_of_clean_ones() -> None:
+    clean, bad = (
+        [info(1, step) for step in (10, 20, 30)],
+        [replace(info(1, step), suspects=1) for step in range(40, 70, 10)],
+    )
+    expired = choose_expired([*clean, *bad], Policy(keep_last=2))
+    assert [one.step for one in expired] == [10, 40]  # 20 and 30 are the newest clean ones, 50 and 60 the newest of all
+    assert choose_expired([clean[0], *bad], Policy(keep_last=1)) == [bad[0], bad[1]]
+    assert choose_expired(bad, Policy(keep_last=1)) == bad[:2]
+
+
+def test_retention_sees_what_is_suspect_without_a_catalogue(store: Store) -> None:
+    make(store, 10, 20)
+    for step in (30, 40, 50):
+        pin = make_pin([shard("w", (40_000,))], step=step)
+        figures = TensorFigures.unknown(1)
+        figures.suspect[0] = True
+        pin.manifest_ = replace(pin.manifest_, figures=figures)
+        persist_slot(pin, store, prefix_of(1, step))
+        commit(store, prefix_of(1, step), [0])
+    for _ in range(2):  # the second time the catalogue has what the first one added
+        prune(store, Policy(keep_last=1))
+        assert steps_of(store) == [20, 50]
+    assert [one.suspects for one in list_checkpoints(store)] == [1, 0]
+    assert not [one for one in store.list(CATALOG) if "000050" in one.key and "deleted" not in one.key]
 
 
 def test_policy_keeps_the_last_the_multiples_and_the_marked(store: Store) -> None:

@@ -25,6 +25,7 @@ from flashckpt.checkpoint.intents import decode_intent, decode_proposal, encode_
 from flashckpt.checkpoint.retention import decode_lease, encode_lease
 from flashckpt.core import superblock
 from flashckpt.core.digest import chunk_digests, digest
+from flashckpt.core.figures import TensorFigures
 from flashckpt.core.intent import Intent, NodeProposal
 from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest import Manifest, ShardTable, cover, decode_manifest, encode_manifest, header_of, merge
@@ -232,6 +233,40 @@ def test_manifests_with_ranges_are_read() -> None:
     raw = (V1_2 / "merged-with-ranges").read_bytes()
     assert raw[8:12] == bytes([2, 0, 1, 0]), "a program before 1.2 refuses it instead of restoring without its values"
     assert decode_manifest_header(raw[:HEAD_BYTES], len(raw)) == header_of(whole)
+
+
+def with_figures() -> dict[str, bytes]:
+    """A slot in which a tensor became NaN: its header, its manifest, and the MANIFEST of it and of one without figures."""
+    noted = TensorFigures(
+        np.array([np.inf, -1, 0], np.float32), np.array([np.nan, 0, 0], np.float32), np.array([True, False, False])
+    )
+    first = replace(manifest(0, objects=("r00000.p0.fck",)), figures=noted)
+    return {
+        "suspect-header": superblock.encode_header(replace(HEADERS[0], suspect=True)),
+        "slot-with-figures": encode_manifest(replace(manifest(1), figures=noted)),
+        "merged-with-figures": encode_manifest(merge([first, manifest(1, objects=("r00001.p0.fck",))])),
+    }
+
+
+@pytest.mark.parametrize("name", with_figures())
+def test_figures_are_written_as_they_always_were(name: str) -> None:
+    assert with_figures()[name] == (V1_2 / name).read_bytes()
+
+
+def test_figures_are_read_and_a_reader_without_them_ignores_them() -> None:
+    slot, whole = (decode_manifest((V1_2 / n).read_bytes()) for n in ("slot-with-figures", "merged-with-figures"))
+    assert (slot.suspects, whole.suspects) == (["w"], ["w"])
+    assert whole.figures is not None
+    assert whole.figures.largest.tolist() == [np.inf, -1, 0, -1]
+    header = superblock.decode_header((V1_2 / "suspect-header").read_bytes())
+    assert header == replace(HEADERS[0], suspect=True)
+    body = msgpack.unpackb((V1_2 / "slot-with-figures").read_bytes()[32:], strict_map_key=False)
+    del body["figures"]
+    assert msgpack.packb(body) == (V1 / "slot-manifest").read_bytes()[32:], "every other byte is as before"
+    raw = (V1_2 / "merged-with-figures").read_bytes()
+    assert raw[8:12] == (V1_1 / "merged-manifest").read_bytes()[8:12]
+    assert decode_manifest_header(raw[:HEAD_BYTES], len(raw)) == header_of(whole)
+    assert header_of(whole).suspects == 1
 
 
 def test_any_flipped_bit_of_a_summary_is_found_and_a_wrong_size_too() -> None:

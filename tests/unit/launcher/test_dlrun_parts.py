@@ -353,6 +353,18 @@ def test_same_error_at_the_same_step_stops_but_a_kill_or_another_step_does_not()
     assert one.spend(fingerprint="ValueError", step=6).repeats
 
 
+def test_the_same_failure_goes_back_as_often_as_it_may_and_the_end_says_how_often() -> None:
+    one, reasons = budget.Budget(9), []
+    for _ in range(2):
+        one.spend(fingerprint="ValueError", step=5)
+    backs = [one.go_back(fingerprint="ValueError", step=5, limit=2) for _ in range(3)]
+    assert [verdict and (verdict.restart, verdict.back) for verdict in backs] == [(True, 1), (True, 2), None]
+    reasons = [one.spend(fingerprint="ValueError", step=step).reason for step in (5, 6)]
+    assert "at step 5 twice, and again from 2 older states" in reasons[0]
+    assert one.go_back(fingerprint="ValueError", step=6, limit=2) is not None  # another failure has its own count
+    assert [one.hangs_again(step) for step in (7, 7, 8)] == [False, True, False]
+
+
 def test_default_budget_tells_a_crash_loop_from_bad_luck_where_nobody_counts_steps() -> None:
     loop = budget.Budget(None)
     verdicts = [loop.spend(fingerprint="SyntaxError", step=-1, ran_s=1.0) for _ in range(2)]

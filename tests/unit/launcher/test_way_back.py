@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from flashckpt.core.lineage import Generation
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.launcher import way_back as module
 from flashckpt.daemon.launcher.options import LaunchOutcome
 from flashckpt.daemon.launcher.way_back import way_back
@@ -18,7 +20,25 @@ FIX = "fix the script; its traceback is above"
 
 
 def job(root: Path) -> Any:
-    return SimpleNamespace(read_config=lambda: SimpleNamespace(root=str(root), storage_options={}))
+    return SimpleNamespace(
+        read_config=lambda: SimpleNamespace(root=str(root), storage_options={}), read_generation=lambda: None
+    )
+
+
+@pytest.fixture(autouse=True)
+def nothing_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "scan", lambda *_: SimpleNamespace(complete=list))
+
+
+def test_what_memory_holds_is_named_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = [SnapshotId(1, step) for step in (41, 42, 43)]
+    monkeypatch.setattr(module, "scan", lambda *_: SimpleNamespace(complete=lambda: ids))
+    monkeypatch.setattr(module, "list_checkpoints", lambda _: [SimpleNamespace(step=one) for one in (30, 40)])
+    text = way_back(job(tmp_path), 43)
+    assert "memory holds steps 42, 41 and " in text
+    assert "(steps 40, 30)" in text
+    assert "restore(step=42)" in text
+    assert f"flashckpt keep {tmp_path} 40" in text
 
 
 @pytest.mark.parametrize(
@@ -44,6 +64,27 @@ def test_steps_before_the_failing_one_are_named_newest_first(
     assert f"restore(step={named[0]})" in text
     assert f"flashckpt keep {tmp_path} {named[0]}" in text
     assert text in str(LaunchOutcome(repeats="x", remedy=text).error())
+
+
+@pytest.mark.parametrize(
+    ("parent", "in_memory", "held", "found"),
+    [(None, [5], [5], False), (20, [20, 30], [30, 20], False), (20, [19], [], True), (20, [], [20, 10], True)],
+)
+def test_an_older_state_is_one_before_what_the_generation_began_with(
+    parent: int | None,
+    in_memory: list[int],
+    held: list[int],
+    found: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "list_checkpoints", lambda _: [SimpleNamespace(step=one) for one in held])
+    ids = [SnapshotId(1, step) for step in in_memory]
+    monkeypatch.setattr(module, "scan", lambda *_: SimpleNamespace(complete=lambda: ids))
+    record = Generation(number=2, parent=None if parent is None else SnapshotId(1, parent))
+    here = job(tmp_path)
+    here.read_generation = lambda: record
+    assert module.has_older(here) == found
 
 
 @pytest.mark.parametrize("how", ["no job", "unreachable", "hangs"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -265,6 +266,39 @@ def slot(rank: int, step: int, generation: int = 1, size: int = 2) -> HeldSlot:
 
 def node(name: str, *slots: HeldSlot, members: tuple[Member, ...] = ()) -> Inventory:
     return Inventory(node=name, host=name, slots=slots, members=members)
+
+
+def test_what_is_suspect_on_one_rank_is_tried_behind_all_that_is_clean() -> None:
+    bad = slot(1, 20)._replace(suspect=True)
+    inventories = [node("a", slot(0, 10), slot(0, 20)), node("b", slot(1, 10), bad)]
+    root = RootSummary(
+        committed=(SnapshotId(1, 5), SnapshotId(1, 4)), prefixes=("step-5", "step-4"), suspects=(SnapshotId(1, 5),)
+    )
+    inventories = [Inventory.unpack(one.pack()) for one in inventories]
+    found = select(inventories, RootSummary.unpack(root.pack())).found
+    assert [(c.identity.step, c.is_suspect) for c in found] == [(10, False), (4, False), (20, True), (5, True)]
+
+
+@pytest.mark.parametrize(
+    ("back", "parent", "steps"),
+    [(0, 20, [20, 10, 5]), (1, 20, [10, 5]), (2, 20, [5]), (1, 10, [5]), (1, 5, [20, 10, 5]), (1, None, [20, 10, 5])],
+)
+def test_one_state_further_back_is_older_than_what_the_last_generation_began_with(
+    back: int, parent: int | None, steps: list[int]
+) -> None:
+    began = Generation(number=2, parent=None if parent is None else SnapshotId(1, parent))
+    both = [slot(rank, step) for rank in (0, 1) for step in (10, 20)]
+    inventory = replace(node("a", *both), back=back, generation=replace(began, parent=None))
+    root = RootSummary(committed=(SnapshotId(1, 5),), prefixes=("step-5",), claims=(Generation(number=1), began))
+    found = select([Inventory.unpack(inventory.pack())], root, step=None).found
+    assert [c.identity.step for c in found] == [step for step in steps if parent is None or step <= parent]
+
+
+def test_without_an_older_checkpoint_an_older_snapshot_is_tried_again() -> None:
+    began = Generation(number=2, parent=SnapshotId(1, 20))
+    both = [slot(rank, step) for rank in (0, 1) for step in (10, 20)]
+    inventory = replace(node("a", *both), back=2, generation=began)
+    assert [c.identity.step for c in select([inventory], RootSummary()).found] == [10]
 
 
 def test_the_newest_snapshot_that_every_rank_holds_is_selected_first() -> None:

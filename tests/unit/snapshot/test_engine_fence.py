@@ -27,9 +27,9 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     opened_gate.set()
     real: Any = HostRuns.copy_and_digest
 
-    def held(*args: Any) -> None:
+    def held(*args: Any, **options: Any) -> None:
         assert opened_gate.wait(30)
-        real(*args)
+        real(*args, **options)
 
     monkeypatch.setattr(HostRuns, "copy_and_digest", held)
     return opened_gate

@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from flashckpt import faults
 from flashckpt.core.digest import CHUNK_BYTES, chunk_digests
 from flashckpt.native import UnusableMemoryError, copy_and_digest
+from flashckpt.native.numbers import FIGURES
 from flashckpt.snapshot import runs
 from flashckpt.snapshot.copy import Buffer, Item, StalePlanError
 from flashckpt.snapshot.runs import HostRuns, digest_in_slot, places_of
@@ -101,7 +102,11 @@ def test_what_arrives_gets_the_same_digests_from_any_number_of_threads(
 
     monkeypatch.setattr(runs, "digest_in_slot", counted)
     batches = [slot.items[:3], [], slot.items[3:]]
-    assert runs.digest_arrivals(batches, slot.buffer, slot.digests, threads=threads) > 0
+    noted, alone = (np.zeros(len(slot.digests), FIGURES) for _ in range(2))
+    digest(places_of(slot.items), slot.buffer, slot.digests.copy(), alone)
+    assert runs.digest_arrivals(batches, slot.buffer, slot.digests, noted, threads=threads) > 0
+    assert (noted == alone).all()
+    assert noted["top"].any()
     assert len(handed) >= 5, "a long tensor is for several threads"
     assert np.array_equal(slot.digests, np.concatenate([chunk_digests(tensor.numpy()) for tensor in tensors]))
 

@@ -14,10 +14,12 @@ from support.one_rank import Holder, agent_of_the_test, crash, finished, step_ke
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from flashckpt import Checkpointer
+from flashckpt.native.numbers import FIGURES, figures_of_rows
 from flashckpt.sampler import ElasticSampler, SeededSamples
 from flashckpt.snapshot.copy import Buffer
 from flashckpt.snapshot.copy_plan import CopyPlan
-from flashckpt.snapshot.witness import FiniteWatch
+from flashckpt.snapshot.runs import digest_in_slot, places_of
+from flashckpt.snapshot.witness import NumbersWatch
 from flashckpt.state.coverage import coverage
 from flashckpt.state.placement import current_world
 from flashckpt.state.registry import StateRegistry
@@ -136,16 +138,37 @@ def test_what_is_not_finite_is_said_once(
     assert len(found) == (value != 1.0)
 
 
-def test_one_element_that_is_not_finite_is_found_in_its_turn() -> None:
+def watched(values: np.ndarray, watch: NumbersWatch) -> list[str]:
+    """Return what is suspect in a snapshot of one parameter with these values."""
     model = torch.nn.Linear(64, 40, bias=False)
     tracked = StateRegistry(current_world())
     tracked.add("model", model)
     tracked.add("optimizer", torch.optim.SGD(model.parameters()))
-    plan = CopyPlan.of(StateLayout.of(tracked.structure(tracked.capture())))
-    values = np.zeros(64 * 40, np.float32)
-    values[1234] = np.nan
-    data, watch = bytearray(plan.layout.total), FiniteWatch()
-    (item,) = plan.fenced
-    data[item.offset : item.offset + item.nbytes] = values.tobytes()
-    looks = [watch.look(plan.layout, Buffer(memoryview(data))) for _ in range(64 * 40 // 32)]
-    assert [name for name in looks if name] == ["model.weight"]
+    layout = StateLayout.of(tracked.structure(tracked.capture()))
+    chunks = np.zeros(layout.table.chunks, FIGURES)
+    places = places_of(CopyPlan.of(layout).fenced)
+    data = bytearray(layout.total)
+    data[: values.nbytes] = values.tobytes()
+    digest_in_slot(places, Buffer(memoryview(data)), np.zeros(len(chunks), np.uint64), chunks)
+    figures = watch.look(layout, figures_of_rows(layout.table, chunks))
+    return [layout.table.fqn(row) for row in np.flatnonzero(figures.suspect).tolist()]
+
+
+def test_one_element_that_becomes_not_finite_is_suspect_until_it_is_finite_again() -> None:
+    good, bad, watch = np.zeros(64 * 40, np.float32), np.zeros(64 * 40, np.float32), NumbersWatch()
+    bad[1234] = np.nan
+    found = [watched(values, watch) for values in (good, bad, bad, good, bad)]
+    assert found == [[], ["model.weight"], ["model.weight"], [], ["model.weight"]]
+
+
+def test_what_was_never_finite_is_not_suspect() -> None:
+    mask = np.full(64 * 40, -np.inf, np.float32)
+    watch = NumbersWatch()
+    assert [watched(mask, watch), watch.report(), watch.report()] == [[], "model.weight", ""]
+    assert watched(mask, NumbersWatch({"model.weight"})) == []
+
+
+def test_what_was_finite_in_the_restored_snapshot_is_suspect_at_once() -> None:
+    mask = np.full(64 * 40, -np.inf, np.float32)
+    watch = NumbersWatch(set())
+    assert [watched(mask, watch), watch.report()] == [["model.weight"], ""]

@@ -1,0 +1,113 @@
+"""A snapshot in which numbers became non-finite: marked, left aside by a restore, and known after it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from support.one_rank import agent_of_the_test, crash, finished, step_kept  # noqa: F401 -- fixtures
+
+from flashckpt import Checkpointer
+from flashckpt.cli.ls import ls
+from flashckpt.cli.status import describe
+from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.shm.inventory import scan
+
+NAN = float("nan")
+
+
+class Run:
+    """One life of a small training program."""
+
+    def __init__(self, root: Path, step: int | None = None) -> None:
+        self.model = torch.nn.Linear(8, 8, bias=False)
+        self.model.register_buffer("mask", torch.full((8,), -math.inf))
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0, momentum=0.9)
+        self.ckpt = Checkpointer(str(root), snapshot_every=1, job="t")
+        self.ckpt.track(model=self.model, optimizer=optimizer)
+        self.report = self.ckpt.restore() if step is None else self.ckpt.restore(step=step)
+
+    def step(self, number: int, value: float) -> None:
+        """Snapshot a step with one weight of this value."""
+        with torch.no_grad():
+            self.model.weight.fill_(number)[3, 5] = value
+        step_kept(self.ckpt, number)
+        finished(self.ckpt)
+
+    def suspects(self) -> set[SnapshotId]:
+        """Return the snapshots in memory that are marked."""
+        assert self.ckpt._session is not None
+        return {one.header.identity for one in scan(self.ckpt._session.directory).slots if one.header.suspect}
+
+
+def test_ls_and_status_show_which_snapshots_are_suspect(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.step(1, 1.0)
+    run.step(2, NAN)
+    assert run.ckpt._session is not None
+    assert describe(run.ckpt._session.directory)["suspect"] == [SnapshotId(1, 2)]
+    shown = CliRunner().invoke(ls, [str(tmp_path), "--json"])
+    rows = {row["step"]: row["suspect"] for row in json.loads(shown.stdout)["checkpoints"]}
+    assert rows == {1: False, 2: True}
+    table = CliRunner().invoke(ls, [str(tmp_path)]).stdout
+    assert ["suspect" in line for line in table.splitlines() if "snapshot" in line] == [True, False]
+    crash(run.ckpt)
+
+
+def test_a_restore_prefers_the_older_clean_snapshot_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="flashckpt")
+    run = Run(tmp_path)
+    run.step(1, 1.0)
+    run.step(2, NAN)
+    assert run.suspects() == {SnapshotId(1, 2)}
+    crash(run.ckpt)
+    again = Run(tmp_path)
+    assert again.report is not None
+    assert (again.report.step, again.model.weight[3, 5].item()) == (1, 1.0)
+    assert ["step 2" in one and "restore(step=2)" in one for one in again.report.passed_over] == [True]
+    (said,) = [one for one in caplog.records if one.levelno == logging.ERROR]
+    assert "[gen 1 | rank 0 | step 2] numbers became NaN or infinite in 'model.weight'" in said.getMessage()
+
+
+def test_a_suspect_snapshot_is_restored_where_it_is_asked_for_or_alone(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.step(1, 1.0)
+    run.step(2, NAN)
+    crash(run.ckpt)
+    again = Run(tmp_path, step=2)
+    assert math.isnan(again.model.weight[3, 5].item())
+    crash(again.ckpt)
+
+
+def test_after_a_restore_the_first_bad_snapshot_is_known(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.step(1, 1.0)
+    crash(run.ckpt)
+    again = Run(tmp_path)
+    again.step(2, NAN)
+    assert again.suspects() == {SnapshotId(2, 2)}
+    again.step(3, NAN)
+    again.step(4, 4.0)
+    assert SnapshotId(2, 3) in again.suspects()
+    assert SnapshotId(2, 4) not in again.suspects()
+    crash(again.ckpt)
+
+
+def test_what_was_never_finite_stays_unsuspected_over_a_restart(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.step(1, -math.inf)
+    crash(run.ckpt)
+    again = Run(tmp_path)
+    again.step(2, -math.inf)
+    assert again.suspects() == set()
+    again.step(3, 3.0)
+    again.step(4, -math.inf)
+    assert again.suspects() == {SnapshotId(2, 4)}
+    crash(again.ckpt)
