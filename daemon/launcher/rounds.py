@@ -214,12 +214,14 @@ class FreshStoreRendezvous(rendezvous_store.Forwarding):
     Attributes:
         has_failed: Whether the job ended by a failure: the other nodes read here what it was before the store goes.
         rounds: Number of rounds so far.
+        has_missed: Whether the job had rounds without this node since the one before, in which it took part.
         notes: The nodes' notes about the job; None if the number of nodes is fixed.
     """
 
     def __init__(self, inner: RendezvousHandler, *, unit: int = 1) -> None:
         super().__init__(inner)
         self.rounds = 0
+        self.has_missed, self._number = False, -1
         self.may_close = self.has_failed = False
         self.notes: JobNotes | None = None
         self._info: RendezvousInfo | None = None
@@ -240,7 +242,9 @@ class FreshStoreRendezvous(rendezvous_store.Forwarding):
         inner = self.inner
         if isinstance(inner, DynamicRendezvousHandler):
             self._info = self._join(inner)
-            self._before, self._nodes = self._nodes, dict(inner._state_holder.state.participants)  # noqa: SLF001 -- a copy of what all nodes share
+            state = inner._state_holder.state  # noqa: SLF001 -- a copy of what all nodes share
+            self.has_missed, self._number = self.rounds > 0 and state.round != self._number + 1, state.round
+            self._before, self._nodes = self._nodes, dict(state.participants)
             kept = self._before.keys() | self._nodes.keys()
             self._heard = {node: when for node, when in self._heard.items() if node in kept}
             self._hear(inner)

@@ -12,6 +12,7 @@ from typing import Any
 
 from flashckpt.core.lineage import BEGINNING
 from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.shm import agent_folder
 from flashckpt.shm.job_directory import JobConfig
 from simulation import memory
 from simulation.clock import CLOCK, Killed, Process, Scheduler
@@ -88,6 +89,7 @@ class Job:
         self.ask_step: int | None = None
         self._number = 0  # of the present attempt to run
         self._starting = False
+        self._round = 0
         self.committed_at: dict[SnapshotId, float] = {}
 
     # -- small things ----------------------------------------------------------------------------------------
@@ -141,7 +143,8 @@ class Job:
         if not node.is_up or (node.agent is not None and node.agent.alive):
             return
         agent = node.agent = self.process(f"agent {node.name}", node.index)
-        node.restart, node.has_begun = 0, False
+        node.restart, node.round, node.agents = 0, 0, node.agents + 1
+        memory.FILES.folders[str(node.agent_folder)] = {}
         node.make(self.setup.per_node)
         agent.on_death.append(lambda: self._agent_died(node))
         CLOCK.scheduler.call_as(agent, node.directory.hold_live)
@@ -174,6 +177,11 @@ class Job:
         self.end_group()
         self._number += 1
         used, number = able[: self.wanted], self._number
+        self._round += 1
+        for node in used:
+            if node.round and node.round != self._round - 1:  # as FreshStoreRendezvous
+                CLOCK.scheduler.call_as(node.agent, partial(agent_folder.note_missed, node.agent_folder))
+            node.round = self._round
         per = self.setup.per_node
         self.firsts = [at * per for at in range(len(used))]
         self.ranks = []

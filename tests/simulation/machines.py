@@ -71,7 +71,8 @@ class Node:
         is_up: Whether it runs.
         agent: Process that starts ranks here; None where none runs.
         restart: Starts under this agent.
-        has_begun: Whether a generation began under it.
+        agents: How many agents have run here.
+        round: The last one in which this agent took part; 0 for none.
         persister: The daemon's process; None where none runs.
         relay: Of the first rank here.
     """
@@ -82,7 +83,8 @@ class Node:
     is_up: bool = True
     agent: Process | None = None
     restart: int = 0
-    has_begun: bool = False
+    agents: int = 0
+    round: int = 0
     persister: Process | None = None
     daemon: Daemon | None = None
     relay: AckRelay | None = None
@@ -101,6 +103,11 @@ class Node:
     def directory(self) -> JobDirectory:
         """The product's view of it."""
         return JobDirectory(self.folder)  # type: ignore[arg-type]
+
+    @property
+    def agent_folder(self) -> memory.SimPath:
+        """The folder of the agent that runs here."""
+        return memory.SimPath(f"/n{self.index}.{self.life}/agent{self.agents}")
 
     @property
     def name(self) -> str:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from random import Random
 
 from flashckpt.checkpoint.generations import GENERATIONS, encode_claim
-from flashckpt.checkpoint.root_records import parse_prefix
+from flashckpt.checkpoint.retention import keep
+from flashckpt.checkpoint.root_records import parse_prefix, prefix_of
 from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.errors import FlashckptError
 from simulation.clock import CLOCK
 from simulation.job import Job, Setup
 from simulation.machines import Node
@@ -208,11 +211,18 @@ def other_job(job: Job, target: int, value: float) -> None:
 
 
 def keep_mark(job: Job, target: int, value: float) -> None:
-    committed = sorted(job.rules.committed)
-    if committed:
-        from flashckpt.checkpoint.root_records import prefix_of
+    """An operator marks a checkpoint, with `flashckpt keep`, and believes what it says."""
+    if not (committed := sorted(job.rules.committed)):
+        return
+    identity, operator = committed[target % len(committed)], job.process("operator", 0)
 
-        job.bucket.set(f"keep/{prefix_of(*committed[target % len(committed)])}", b"")
+    def mark() -> None:
+        with contextlib.suppress(FlashckptError):
+            keep(job.connect(operator), prefix_of(*identity))
+            job.rules.marked(identity)
+            job.say("operator", f"was told that {identity} is kept")
+
+    CLOCK.scheduler.spawn(operator, mark)
 
 
 KINDS: dict[str, Callable[[Job, int, float], None]] = {

@@ -24,7 +24,9 @@ from flashckpt.errors import DamagedError, FlashckptError, may_pass
 from flashckpt.planning.inventory import Inventory, memory_is_current, node_names, unpack_all
 from flashckpt.planning.selection import Candidate, RootSummary, missing_on_root, refuse_damage, select
 from flashckpt.restore import gather
+from flashckpt.shm import agent_folder
 from flashckpt.shm.segment import Segment
+from simulation import seams
 from simulation.clock import CLOCK
 from simulation.machines import Node, Rank, bytes_of
 from simulation.rules import Violation
@@ -101,7 +103,7 @@ class Restore:
         lineage, damage = gather._lineage(directory, _ROOT, {})
         return Inventory(
             node=f"{node.name}.{node.life}", slots=tuple(gather._slots(directory)), generation=lineage,
-            restart=node.restart if node.has_begun else 0, members=tuple(gather._members(directory)), host=node.name,
+            restart=seams.under_agent(node.agent_folder, node.restart, lambda: gather._restarts(directory)), members=tuple(gather._members(directory)), host=node.name,
             committed=gather._committed(directory), damage=damage,
         )  # fmt: skip
 
@@ -211,7 +213,8 @@ class Restore:
             own = rank.segments.segment
             directory, ranks = rank.node.directory, mates[rank.node.index]
             _call(rank, partial(gather.begin, directory, wanted, rank=rank.rank, ranks=ranks, own=own))
-            rank.node.has_begun = True
+            if rank.local == 0:
+                _call(rank, partial(agent_folder.write_job, rank.node.agent_folder, directory.path))
             CLOCK.scheduler.sleep(0.02)
         return wanted
 
