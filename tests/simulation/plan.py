@@ -115,19 +115,19 @@ def restart_all(job: Job, target: int, value: float) -> None:
 
 def pause_persister(job: Job, target: int, value: float) -> None:
     if (process := _node(job, target).persister) is not None:
-        process.paused_until = CLOCK.scheduler.now + value * value * 700
+        CLOCK.scheduler.pause(process, value * value * 700)
 
 
 def pause_rank(job: Job, target: int, value: float) -> None:
     if job.ranks:
-        job.ranks[target % len(job.ranks)].process.paused_until = CLOCK.scheduler.now + value * value * 100
+        CLOCK.scheduler.pause(job.ranks[target % len(job.ranks)].process, value * value * 100)
 
 
 def pause_node(job: Job, target: int, value: float) -> None:
     node = _node(job, target)
     for process in job.processes:
         if process.node == node.index:
-            process.paused_until = CLOCK.scheduler.now + value * value * 300
+            CLOCK.scheduler.pause(process, value * value * 300)
 
 
 def set_clock(job: Job, target: int, value: float) -> None:
