@@ -243,7 +243,7 @@ class FreshStoreRendezvous(rendezvous_store.Forwarding):
         if isinstance(inner, DynamicRendezvousHandler):
             self._info = self._join(inner)
             state = inner._state_holder.state  # noqa: SLF001 -- a copy of what all nodes share
-            self.has_missed, self._number = self.rounds > 0 and state.round != self._number + 1, state.round
+            self.note_round(state.round)
             self._before, self._nodes = self._nodes, dict(state.participants)
             kept = self._before.keys() | self._nodes.keys()
             self._heard = {node: when for node, when in self._heard.items() if node in kept}
@@ -257,6 +257,10 @@ class FreshStoreRendezvous(rendezvous_store.Forwarding):
             self._info = inner.next_rendezvous()
         self.rounds += 1
         return self._info
+
+    def note_round(self, number: int) -> None:
+        """Note the number of the round that this node takes part in: they are counted for the whole job."""
+        self.has_missed, self._number = self._number >= 0 and number != self._number + 1, number
 
     def _store_of_round(self) -> SealedStore:
         """Return the store of the current round, in place of torch's, which believes whatever it holds."""

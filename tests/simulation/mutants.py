@@ -183,7 +183,7 @@ MUTANTS = [
 ]  # fmt: skip
 
 
-BUSY: dict[str, object] = {"step_s": 1.0, "persist_every": 2, "faults_s": 100.0}
+BUSY: dict[str, object] = {"step_s": 1.0, "persist_every": 2, "faults_s": 40.0}
 """A job in which much happens in little time: many seeds of it are run sooner than one long one."""
 
 

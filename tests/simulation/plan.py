@@ -210,6 +210,37 @@ def other_job(job: Job, target: int, value: float) -> None:
     job.note("stranger")
 
 
+def preempt(job: Job, target: int, value: float) -> None:
+    job.preempt()
+
+
+def slow_node(job: Job, target: int, value: float) -> None:
+    node = _node(job, target)
+    node.slowness = 2 + 10 * value
+    job.later(5 + value * 120, lambda: setattr(node, "slowness", 1.0))
+
+
+def cut_one_way(job: Job, target: int, value: float) -> None:
+    """What a node says to the others gets lost, as often as not; it hears them."""
+    index = _node(job, target).index
+    job.mute.add(index)
+    job.later(2 + value * 60, lambda: job.mute.discard(index))
+
+
+def copy_checkpoint(job: Job, target: int, value: float) -> None:
+    """An operator copies a checkpoint to another name on the same root: nobody may take it for that one."""
+    if names := _checkpoints(job):
+        name = names[target % len(names)]
+        identity = parse_prefix(name)
+        assert identity is not None
+        other = prefix_of(identity.generation, identity.step + 1000)
+        job.is_operator = True
+        job.note("operator")
+        for key in job.bucket.below(f"{name}/"):
+            job.bucket.set(f"{other}/{key.partition('/')[2]}", job.bucket.objects[key][0])
+        job.is_operator = False
+
+
 def keep_mark(job: Job, target: int, value: float) -> None:
     """An operator marks a checkpoint, with `flashckpt keep`, and believes what it says."""
     if not (committed := sorted(job.rules.committed)):
@@ -256,6 +287,10 @@ KINDS: dict[str, Callable[[Job, int, float], None]] = {
     "operator damages": damage_checkpoint,
     "other job": other_job,
     "keep mark": keep_mark,
+    "preemption": preempt,
+    "slow node": slow_node,
+    "cut one way": cut_one_way,
+    "operator copies": copy_checkpoint,
 }
 
 

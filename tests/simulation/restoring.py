@@ -38,7 +38,9 @@ _ROOT = "sim://root"
 
 
 class RestoreFailed(Exception):  # noqa: N818
-    """The start ends, and the agents try again."""
+    """The start ends, and the agents try again; `may_pass`: for want of storage."""
+
+    may_pass = False
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Restored:
     identity: SnapshotId | None
     source: str
     chain: str
+    data: str
 
 
 class Restore:
@@ -63,6 +66,7 @@ class Restore:
     def __init__(self, job: Job, ranks: list[Rank], step: int | None) -> None:
         self.job, self.ranks, self.step = job, ranks, step
         self._passed_over = False
+        self._data = ""
 
     def run(self) -> Restored:
         """Restore all ranks together, or raise RestoreFailed."""
@@ -88,9 +92,9 @@ class Restore:
                 job.rules.restored(identity, chain, best=best, wanted=self.step)
             record = self._claim(found.next_generation, identity, root)
         except FlashckptError as error:
-            raise RestoreFailed(str(error).splitlines()[0]) from error
+            raise _failed(error) from error
         source = "fresh" if candidate is None else "storage" if candidate.on_root else "memory"
-        return Restored(record, identity, source, chain)
+        return Restored(record, identity, source, chain, self._data if identity is not None else "")
 
     # -- what there is ---------------------------------------------------------------------------------------
 
@@ -151,6 +155,7 @@ class Restore:
         store = self.job.connect(self.ranks[0].process)
         with reading(store, prefix_of(*candidate.identity)) as manifest:
             self._check(manifest, lambda name: store.get(f"{prefix_of(*candidate.identity)}/{name}"))
+            self._data = str(manifest.values["data"])
             return str(manifest.values["chain"])
 
     def _read_memory(self, candidate: Candidate, inventories: Sequence[Inventory]) -> str:
@@ -168,6 +173,7 @@ class Restore:
                 pin.read_into(0, memoryview(whole))
                 self._check(manifest, lambda _, whole=whole: bytes(whole))
                 chains.add(str(manifest.values["chain"]))
+                self._data = str(manifest.values["data"])
             held.add(holder.rank)
         if len(chains) != 1:
             raise Violation("one state per id", f"{candidate.identity} is of {len(chains)} states in memory")
@@ -217,6 +223,12 @@ class Restore:
                 _call(rank, partial(agent_folder.write_job, rank.node.agent_folder, directory.path))
             CLOCK.scheduler.sleep(0.02)
         return wanted
+
+
+def _failed(error: FlashckptError) -> RestoreFailed:
+    failed = RestoreFailed(str(error).splitlines()[0])
+    failed.may_pass = may_pass(error)
+    return failed
 
 
 def _call(rank: Rank, work: Callable[[], object]) -> None:

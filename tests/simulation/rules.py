@@ -14,7 +14,7 @@ from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError
 from simulation import memory
 from simulation.clock import CLOCK
-from simulation.machines import bytes_of
+from simulation.machines import BATCH, SAMPLES, bytes_of
 
 if TYPE_CHECKING:
     from simulation.job import Job
@@ -52,6 +52,7 @@ class Rules:
         self.folders: set[str] | None = None  # of the machines of the present worker group; what others hold is lost
         self._named: set[SnapshotId] = set()  # on the root, though packs may be damaged
         self._best: SnapshotId | None = None
+        self._drawn: dict[str, list[int]] = {}  # by state: how often each sample was trained
         self.kept: set[SnapshotId] = set()
         self._buried: set[SnapshotId] = set()  # by the product
 
@@ -98,6 +99,17 @@ class Rules:
         return max(
             (one for one in [*found, *self.committed] if one.step <= bounds.get(one.generation, -1)), default=None
         )
+
+    # -- data ------------------------------------------------------------------------------------------------
+
+    def trained_on(self, before: str, chain: str, drawn: list[int]) -> None:
+        """A step turns one state into the next with some samples, those of all ranks."""
+        counts = list(self._drawn.get(before, [0] * SAMPLES))
+        for sample in drawn:
+            counts[sample] += 1
+        if len(drawn) != BATCH or max(counts) - min(counts) > 1:
+            raise Violation("no sample twice or lost", f"{sorted(drawn)} after {sum(counts) - len(drawn)} samples")
+        self._drawn[chain] = counts
 
     # -- memory ----------------------------------------------------------------------------------------------
 

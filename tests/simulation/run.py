@@ -150,6 +150,7 @@ def _calm(job: Job) -> None:
     for name, value in vars(Trouble()).items():
         setattr(job.bucket.trouble, name, value)
     job.cut_off.clear()
+    job.mute.clear()
     for process in job.processes:
         CLOCK.scheduler.pause(process, 0.0)
         process.deadly_in = None
