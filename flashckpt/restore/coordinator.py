@@ -192,7 +192,7 @@ class RestoreCoordinator:
             with self.phases("decide"):
                 found = self._select(inventories, root)
             left = [c for c in found.found if (c.identity, c.on_root) not in tried]
-            if root is None and (not left or left[0].is_unfinished or tried):
+            if root is None and (not left or left[0].is_unfinished or tried or found.is_behind(left[0])):
                 root = self._ask_root()
                 continue
             if not left:

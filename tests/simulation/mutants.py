@@ -90,6 +90,8 @@ MUTANTS = [
     Mutant("the lineage is not written", "flashckpt/restore/gather.py",
            "        directory.write_generation(record)\n    if record.parent", "        pass\n    if record.parent"),
     # agents and data
+    Mutant("memory that is behind its generation is believed", f"{_L}/selection.py",
+           "return began is not None and candidate.identity < began", "return False"),
     Mutant("a round that was missed is not noticed", "daemon/launcher/rounds.py",
            "self._number >= 0 and number != self._number + 1, number", "False, number"),
     Mutant("new nodes are preferred to those that trained", "daemon/launcher/rounds.py",

@@ -129,7 +129,7 @@ class Restore:
         while True:
             found = select(inventories, root or RootSummary(), step=self.step)
             left = [c for c in found.found if (c.identity, c.on_root) not in tried]
-            if root is None and (not left or left[0].is_unfinished or tried):
+            if root is None and (not left or left[0].is_unfinished or tried or found.is_behind(left[0])):
                 root = self._ask(inventories)
                 continue
             if not left:

@@ -31,8 +31,9 @@ SEEDS = [
           Fault(23.29, "keep mark", 88), Fault(23.49, "keep mark", 480), Fault(24.61, "keep mark", 712),
           Fault(26.48, "keep mark", 540), Fault(27.40, "keep mark", 566), Fault(31.49, "keep mark", 533),
           Fault(34.27, "keep mark", 190)]),
-    Seed("a restore takes the newest", 46771745,
-         Setup(nodes=1, slots=2, step_s=10.0, persist_every=12, copy_s=0.8, keep_last=1, keep_every=20, latency_s=0.005),
-         [Fault(65.55, "lose node", 26, 0.31), Fault(116.51, "kill rank", 27, 0.56), Fault(121.11, "kill rank", 171, 0.92),
-          Fault(275.45, "kill agent", 608, 0.38)]),
+    Seed("a restore takes the newest", 41,
+         Setup(nodes=1, slots=3, step_s=1.0, persist_every=2, copy_s=0.1, keep_last=1, latency_s=0.005, faults_s=60.0),
+         [Fault(11.72, "kill rank"), Fault(24.10, "kill rank"), Fault(34.08, "kill agent"), Fault(34.20, "kill rank"),
+          Fault(44.12, "kill agent"), Fault(47.31, "kill rank", 1), Fault(47.49, "kill rank", 1), Fault(52.28, "kill rank"),
+          Fault(54.32, "kill agent", 1), Fault(57.03, "kill rank", 1)]),
 ]  # fmt: skip

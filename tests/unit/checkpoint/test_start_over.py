@@ -119,6 +119,24 @@ def test_a_node_without_which_the_job_ran_meanwhile_asks_the_root_once(
     assert trained(tmp_path / "r", job="here") == 4, "its memory is current again"
 
 
+def test_a_start_from_storage_that_died_before_its_first_snapshot_is_not_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots of long ago cover the job, and are older than the checkpoint that the generation began with."""
+    agent_dir()
+    assert trained(tmp_path / "r", 1, 2, job="here") == 0
+    (tmp_path / "elsewhere").mkdir()
+    with monkeypatch.context() as other:
+        other.setenv("FLASHCKPT_SHM_DIR", str(tmp_path / "elsewhere"))
+        other.setenv("FLASHCKPT_AGENT_DIR", "")
+        agent_dir()
+        assert trained(tmp_path / "r", 1, 2, 3, job="here") == 0, "nothing was committed"
+        persisted("here", 3)
+    assert trained(tmp_path / "r", job="here") == 3
+    monkeypatch.setenv("FLASHCKPT_RESTART", "1")
+    assert trained(tmp_path / "r", job="here") == 3
+
+
 @pytest.mark.parametrize("more", [{"step": 3}, {"generation": 1}, {"root": "/tmp/x"}, {"only": "model.*"}], ids=str)
 def test_fresh_with_something_to_restore_is_refused(more: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="fresh=True"):
