@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
 from flashckpt.daemon.launcher.budget import Budget, RestartDecision
 from flashckpt.daemon.launcher.rounds import FreshStoreRendezvous, UnitRounds
 from flashckpt.shm import agent_folder
-from simulation.clock import CLOCK
+from simulation.clock import CLOCK, Process
 from simulation.machines import Node
 
 
@@ -47,7 +49,8 @@ class Agents:
             node.steps.has_trained = True
             node.stores.note_round(state.round)
             if node.stores.has_missed:
-                CLOCK.scheduler.call_as(node.agent, lambda node=node: agent_folder.note_missed(node.agent_folder))
+                agent, folder = cast("Process", node.agent), cast("Path", node.agent_folder)
+                CLOCK.scheduler.call_as(agent, partial(agent_folder.note_missed, folder))
         state.round += 1
         return used
 

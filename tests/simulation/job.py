@@ -256,7 +256,8 @@ class Job:
         nodes = [node for node in self.nodes if node.is_up and node.agent is not None and node.agent.alive]
         self.end_group()
         for node in nodes:
-            CLOCK.scheduler.call_as(node.agent, partial(node.directory.ask, "persist-now"))
+            if node.agent is not None:
+                CLOCK.scheduler.call_as(node.agent, partial(node.directory.ask, "persist-now"))
         self.end_agents(nodes)
 
     def kill(self, process: Process | None) -> None:

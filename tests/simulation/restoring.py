@@ -220,7 +220,8 @@ class Restore:
             directory, ranks = rank.node.directory, mates[rank.node.index]
             _call(rank, partial(gather.begin, directory, wanted, rank=rank.rank, ranks=ranks, own=own))
             if rank.local == 0:
-                _call(rank, partial(agent_folder.write_job, rank.node.agent_folder, directory.path))
+                folder: Any = rank.node.agent_folder
+                _call(rank, partial(agent_folder.write_job, folder, directory.path))
             CLOCK.scheduler.sleep(0.02)
         return wanted
 
