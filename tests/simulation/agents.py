@@ -57,7 +57,9 @@ class Agents:
     @staticmethod
     def judge(nodes: list[Node], *, step: int, ran_s: float, may_pass: bool) -> RestartDecision:
         """Return what the agents of a round decide after a failure: each counts for itself, and one that ends ends all."""
-        verdicts = [node.budget.spend(fingerprint="", step=step, ran_s=ran_s, may_pass=may_pass) for node in nodes]
+        verdicts: list[RestartDecision] = [
+            node.budget.spend(fingerprint="", step=step, ran_s=ran_s, may_pass=may_pass) for node in nodes
+        ]
         return min(verdicts, key=lambda verdict: (verdict.restart, -verdict.pause_s))
 
 
