@@ -70,6 +70,7 @@ CRASH_POINTS: dict[str, str] = {
     "persist.before-manifest": "index durable, MANIFEST not written",
     "persist.after-manifest": "MANIFEST committed, slot still pinned",
     "persist.before-prune": "commit done, nothing pruned",
+    "persist.after-claim": "an old checkpoint can no longer be marked to be kept, nothing of it deleted",
     "persist.before-tombstone": "catalogue entry of an old checkpoint deleted, its MANIFEST still there",
     "persist.during-prune": "MANIFEST of an old checkpoint deleted, its data still there",
     "persist.after-prune": "data of an old checkpoint deleted, not yet noted in the catalogue",

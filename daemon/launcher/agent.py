@@ -267,6 +267,8 @@ class DlrunAgent(LocalElasticAgent):
                 raise
             raise refused from error
         self._rendezvous_s = time.monotonic() - begun
+        if self._stores.has_missed:
+            agent_folder.note_missed(self._watch.agent_dir)
         if (others := self._others(worker_group)) is not None:
             ranks = [worker.global_rank for worker in worker_group.workers]
             findings.introduce(others.store, others.rank, host=socket.gethostname(), ranks=ranks)

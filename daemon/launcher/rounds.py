@@ -214,12 +214,14 @@ class FreshStoreRendezvous(rendezvous_store.Forwarding):
     Attributes:
         has_failed: Whether the job ended by a failure: the other nodes read here what it was before the store goes.
         rounds: Number of rounds so far.
+        has_missed: Whether the job had rounds without this node since the one before, in which it took part.
         notes: The nodes' notes about the job; None if the number of nodes is fixed.
     """
 
     def __init__(self, inner: RendezvousHandler, *, unit: int = 1) -> None:
         super().__init__(inner)
         self.rounds = 0
+        self.has_missed, self._number = False, -1
         self.may_close = self.has_failed = False
         self.notes: JobNotes | None = None
         self._info: RendezvousInfo | None = None
@@ -240,7 +242,9 @@ class FreshStoreRendezvous(rendezvous_store.Forwarding):
         inner = self.inner
         if isinstance(inner, DynamicRendezvousHandler):
             self._info = self._join(inner)
-            self._before, self._nodes = self._nodes, dict(inner._state_holder.state.participants)  # noqa: SLF001 -- a copy of what all nodes share
+            state = inner._state_holder.state  # noqa: SLF001 -- a copy of what all nodes share
+            self.note_round(state.round)
+            self._before, self._nodes = self._nodes, dict(state.participants)
             kept = self._before.keys() | self._nodes.keys()
             self._heard = {node: when for node, when in self._heard.items() if node in kept}
             self._hear(inner)
@@ -253,6 +257,10 @@ class FreshStoreRendezvous(rendezvous_store.Forwarding):
             self._info = inner.next_rendezvous()
         self.rounds += 1
         return self._info
+
+    def note_round(self, number: int) -> None:
+        """Note the number of the round that this node takes part in: they are counted for the whole job."""
+        self.has_missed, self._number = self._number >= 0 and number != self._number + 1, number
 
     def _store_of_round(self) -> SealedStore:
         """Return the store of the current round, in place of torch's, which believes whatever it holds."""

@@ -1,8 +1,9 @@
 """Which checkpoints stay, readers' leases, and the removal of the others; `sweeping` removes what is left over.
 
-Deletion order, for up to BATCH checkpoints at a time: their catalogue entries go first, then MANIFEST is replaced by a
+Deletion order, for up to BATCH checkpoints at a time: a claim takes the place of the keep mark of each, by one conditional
+write, so that either the deleter finds a mark or `keep` finds the claim; their catalogue entries go, then MANIFEST is replaced by a
 tombstone (the checkpoint stops existing, and a committer that wakes up late cannot bring it back), then leases are
-checked once more, then the data is removed, and the tombstone last, after `TOMBSTONE_AGE_S`. A reader writes its lease
+checked once more, then the data and the claims are removed, and the tombstone last, after `TOMBSTONE_AGE_S`. A reader writes its lease
 before it reads MANIFEST and checks MANIFEST again afterwards, so either the reader sees the tombstone or the deleter
 sees the lease.
 """
@@ -32,7 +33,14 @@ from flashckpt.core.lineage import is_rolled_back
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.records import is_sealed, pack, seal, unpack, unseal
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.errors import DamagedError, FormatVersionError, ObjectMissingError, RootError, StoreError
+from flashckpt.errors import (
+    DamagedError,
+    FormatVersionError,
+    NoCheckpointError,
+    ObjectMissingError,
+    RootError,
+    StoreError,
+)
 from flashckpt.faults import crash_point
 from flashckpt.storage.store import ObjectInfo, Objects, Store
 
@@ -155,15 +163,28 @@ def prune(store: Store, policy: Policy, *, dry_run: bool = False, now_s: float |
     for start in range(0, len(expired), BATCH):
         batch = expired[start : start + BATCH]
         if not dry_run:
-            batch = _bury(store, contents.names, batch, now)
+            claimed = _claim(store, batch, now)
+            batch = _bury(store, contents.names, claimed, now)
         data = data_of(store, batch)
         nbytes += sum(entry.nbytes for entry in data)
         gone += batch
         if not dry_run:
-            store.delete_many([entry.key for entry in data])
+            store.delete_many([*(entry.key for entry in data), *(KEEP + prefix for prefix in claimed)])
             crash_point("persist.after-prune")
             add_entries(store, ((prefix, None) for prefix in batch))
     return Swept(checkpoints=tuple(gone), nbytes=nbytes)
+
+
+def _claim(store: Store, batch: Sequence[str], now: float) -> list[str]:
+    """Return the folders that nobody marked to be kept since the marks were read, and that nobody can mark any more."""
+    raw = tombstone("pruned", now)
+
+    def is_claimed(prefix: str) -> bool:  # by us now, or by a prune that was cut short
+        return store.put_if_absent(KEEP + prefix, raw) or is_tombstone(store, KEEP + prefix)
+
+    claimed = parallel(is_claimed, batch)
+    crash_point("persist.after-claim")
+    return [prefix for prefix, is_ours in zip(batch, claimed, strict=True) if is_ours]
 
 
 def _bury(store: Store, names: RootNames, batch: Sequence[str], now: float) -> list[str]:
@@ -245,9 +266,24 @@ def tombstone(why: str, now_s: float) -> bytes:
 
 
 def keep(store: Store, prefix: str) -> None:
-    """Mark a checkpoint to be kept whatever the policy says."""
+    """Mark a checkpoint to be kept whatever the policy says.
+
+    Raises:
+        NoCheckpointError: There is none, or it is being deleted.
+    """
     read_manifest(store, prefix, values=False)
-    store.put(KEEP + prefix, b"")
+    if not store.put_if_absent(KEEP + prefix, b"") and is_tombstone(store, KEEP + prefix):
+        raise NoCheckpointError(
+            f"the checkpoint {prefix} of {store.url} cannot be kept any more",
+            found="retention has begun to delete it",
+            state="It is not marked.",
+            remedy="mark a newer one; if it is still there in an hour, take the mark away (--remove) and mark it again",
+        )
+    try:
+        read_manifest(store, prefix, values=False)
+    except NoCheckpointError:  # its deletion ended between our look and our mark
+        unkeep(store, prefix)
+        raise
 
 
 def unkeep(store: Store, prefix: str) -> None:
@@ -257,7 +293,24 @@ def unkeep(store: Store, prefix: str) -> None:
 
 def kept_prefixes(store: Store) -> set[str]:
     """Return the folders with a keep mark."""
-    return {info.key[len(KEEP) :] for info in store.list(KEEP)}
+    infos = store.list(KEEP)
+    claims = claims_among(store, infos)
+    return {info.key[len(KEEP) :] for info in infos if info.key not in claims}
+
+
+def claims_among(store: Store, marks: Objects) -> set[str]:
+    """Return the keys of those marks that are claims of a deletion; a mark is empty, and not read."""
+    return {info.key for info in marks if info.nbytes and is_tombstone(store, info.key)}
+
+
+def is_tombstone(store: Store, key: str) -> bool:
+    """Return whether an object is a tombstone."""
+    start = bytearray(len(TOMBSTONE))
+    try:
+        store.get_range(key, 0, memoryview(start))
+    except (ObjectMissingError, DamagedError):
+        return False
+    return start == TOMBSTONE
 
 
 def leased_prefixes(store: Store, *, now_s: float | None = None, delete_expired: bool = False) -> set[str]:

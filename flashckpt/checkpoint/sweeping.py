@@ -14,18 +14,21 @@ from dataclasses import dataclass
 from flashckpt.checkpoint.catalog import RootContents, read_contents
 from flashckpt.checkpoint.intents import INTENTS, list_intents, read_intents
 from flashckpt.checkpoint.retention import (
+    KEEP,
     TOMBSTONE_AGE_S,
     Policy,
     Swept,
+    claims_among,
+    is_tombstone,
     leased_prefixes,
     missing_entries,
     mistaken_entries,
     prune,
     tombstone,
 )
-from flashckpt.checkpoint.root_records import MANIFEST, TOMBSTONE, add_entries, parallel, parse_prefix, prefix_of
+from flashckpt.checkpoint.root_records import MANIFEST, add_entries, parallel, parse_prefix, prefix_of
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.errors import DamagedError, ObjectMissingError, RootError, StoreError
+from flashckpt.errors import RootError, StoreError
 from flashckpt.faults import crash_point
 from flashckpt.storage.store import SWEEP_AGE_S, Objects, Store
 
@@ -83,6 +86,7 @@ def sweep(
         add_entries(store, [*missing_entries(contents), *entries])
         _remove_tombstones(store, contents, old, leased, now)
         _sweep_intents(store, newest)
+        _sweep_claims(store, contents, now)
     temporary = () if dry_run else _sweep_temporary(store, older_than_s)
     return Swept(
         orphans=tuple(sorted(one.prefix for one in removed)),
@@ -126,20 +130,18 @@ def _remove_tombstones(store: Store, contents: RootContents, old: set[str], leas
     """
     names = contents.names
     due = [one for one, mtime in names.deleted.items() if now - mtime > TOMBSTONE_AGE_S and one not in leased]
-    are_there = parallel(lambda prefix: _is_tombstone(store, prefix), due)
+    are_there = parallel(lambda prefix: is_tombstone(store, f"{prefix}/{MANIFEST}"), due)
     checked = [prefix for prefix, is_there in zip(due, are_there, strict=True) if is_there]
     store.delete_many([*names.left_over, *(key for prefix in due for key in names.keys[prefix])])
     crash_point("sweep.before-tombstones")
     store.delete_many([f"{prefix}/{MANIFEST}" for prefix in (*checked, *sorted(old))])
 
 
-def _is_tombstone(store: Store, prefix: str) -> bool:
-    start = bytearray(len(TOMBSTONE))
-    try:
-        store.get_range(f"{prefix}/{MANIFEST}", 0, memoryview(start))
-    except (ObjectMissingError, DamagedError):
-        return False
-    return start == TOMBSTONE
+def _sweep_claims(store: Store, contents: RootContents, now: float) -> None:
+    """Remove claims of deletions that ended, or that were cut short behind the tombstone."""
+    there = {info.prefix for info in contents.infos}
+    old = [m for m in store.list(KEEP) if m.key[len(KEEP) :] not in there and now - m.mtime > TOMBSTONE_AGE_S]
+    store.delete_many(sorted(claims_among(store, old)))
 
 
 def _sweep_temporary(store: Store, older_than_s: float) -> tuple[str, ...]:

@@ -48,7 +48,8 @@ class Inventory:
         node: Name of the node: equal for ranks that share a job directory.
         slots: Each COMPLETE slot; where several ranks of a node publish, only the lowest one's are unpacked.
         generation: What the node's generation record says, or None.
-        restart: Restarts so far under the rank's agent; above 0 the memory tier is current.
+        restart: Restarts so far under the rank's agent; above 0 the memory tier is current, below 0 it was until the
+            job ran without this node.
         need_bytes: Bytes of one slot of this rank that are not reserved yet.
         free_bytes: Room on the node before anybody reserves.
         members: Every rank that last ran on the node, whatever it holds.
@@ -138,6 +139,11 @@ def local_world(inventories: Sequence[Inventory], rank: int) -> list[int]:
     return [r for r, i in enumerate(inventories) if i.node == inventories[rank].node]
 
 
+def is_restart(inventories: Sequence[Inventory]) -> bool:
+    """Tell whether this is a restart under a running agent."""
+    return any(i.restart for i in inventories)
+
+
 def memory_is_current(inventories: Sequence[Inventory]) -> bool:
-    """Tell whether this is a restart under a running agent: then storage holds nothing newer than memory."""
+    """Tell whether a node took part in the generation before: then storage holds nothing newer than memory."""
     return any(i.restart > 0 for i in inventories)

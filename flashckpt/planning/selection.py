@@ -144,6 +144,11 @@ class Candidates:
     next_generation: int
     lineage: tuple[Generation, ...]
 
+    def is_behind(self, candidate: Candidate) -> bool:
+        """Tell whether a candidate is older than what the newest generation began with: memory has lost that, or never had it."""
+        began = self.lineage[-1].parent if self.lineage else None
+        return began is not None and candidate.identity < began
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotLocation:

@@ -18,7 +18,7 @@ from flashckpt.core.lineage import BEGINNING, Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError, StoreError, may_pass
 from flashckpt.logs import guarded
-from flashckpt.planning.inventory import Inventory, local_world, memory_is_current, node_names
+from flashckpt.planning.inventory import Inventory, is_restart, local_world, memory_is_current, node_names
 from flashckpt.planning.selection import (
     Candidate,
     Candidates,
@@ -122,7 +122,7 @@ class RestoreCoordinator:
             ShardGapError: Something exists and none of it covers the state.
             RootError: The root cannot be asked and memory does not cover the state; StoreError: nor after waiting for it.
         """
-        if self.request.fresh and not memory_is_current(inventories):
+        if self.request.fresh and not is_restart(inventories):
             return self.begin_fresh(inventories, parent=BEGINNING, own=own)
         search = self._found(inventories, own)
         if search.restored is None:
@@ -192,7 +192,8 @@ class RestoreCoordinator:
             with self.phases("decide"):
                 found = self._select(inventories, root)
             left = [c for c in found.found if (c.identity, c.on_root) not in tried]
-            if root is None and (not left or left[0].is_unfinished or left[0].is_suspect or tried):
+            doubtful = not left or left[0].is_unfinished or left[0].is_suspect or found.is_behind(left[0])
+            if root is None and (doubtful or tried):
                 root = self._ask_root()
                 continue
             if not left:

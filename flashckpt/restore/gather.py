@@ -28,7 +28,7 @@ from flashckpt.faults import crash_point
 from flashckpt.logs import guarded
 from flashckpt.planning.inventory import HeldSlot, Inventory, Member, unpack_all
 from flashckpt.planning.selection import RestoreRequest, RootSummary, refuse_damage, require_same_request
-from flashckpt.shm.agent_folder import agent_folder, note_waiting, read_job
+from flashckpt.shm.agent_folder import agent_folder, has_missed, note_waiting, read_job
 from flashckpt.shm.control import Control, ControlView
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.job_key import ranks_key
@@ -82,11 +82,14 @@ def _restarts(directory: JobDirectory) -> int:
     """Return the restarts of this node's agent; 0 while no rank below it has begun this job.
 
     Then a start before this one died on the way, perhaps behind its claim on the root: memory does not know of it.
+    Below 0 where the job ran without this node meanwhile: memory knows nothing of what was committed then.
     """
     folder = env.FLASHCKPT_AGENT_DIR
     with contextlib.suppress(OSError):
         if folder and read_job(Path(folder)) != directory.path:
             return 0
+        if folder and has_missed(Path(folder)):
+            return -env.FLASHCKPT_RESTART
     return env.FLASHCKPT_RESTART
 
 

@@ -45,8 +45,9 @@ def _is_held(folder: Path) -> bool:
 
 
 def write_job(folder: Path, job: Path) -> None:
-    """Record the job directory of the ranks below an agent; the same for all of them."""
+    """Record the job directory of the ranks below an agent; the same for all of them. They know the job's newest generation."""
     _replace(folder / "job", str(job))
+    (folder / "missed").unlink(missing_ok=True)
 
 
 def read_job(folder: Path) -> Path | None:
@@ -60,6 +61,16 @@ def read_job(folder: Path) -> Path | None:
     except FileNotFoundError:
         return None
     return Path(text) if text else None
+
+
+def note_missed(folder: Path) -> None:
+    """Record that the job ran without this node meanwhile, until ranks have begun here again."""
+    (folder / "missed").touch()
+
+
+def has_missed(folder: Path) -> bool:
+    """Return whether the job ran without this node since ranks last began here."""
+    return (folder / "missed").exists()
 
 
 def write_key(folder: Path, key: bytes) -> None:

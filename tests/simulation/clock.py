@@ -28,6 +28,7 @@ class Process:
         node: Index of its node.
         alive: Until it is killed.
         paused_until: It does nothing before.
+        held: What it does then.
         deadly_in: Crash points and requests until it is killed; None: never.
         on_death: Called once it is dead.
     """
@@ -36,6 +37,7 @@ class Process:
         self.name, self.node = name, node
         self.alive = True
         self.paused_until = 0.0
+        self.held: list[Callable[[], None]] = []
         self.deadly_in: int | None = None
         self.on_death: list[Callable[[], None]] = []
         self.fibers: set[Fiber] = set()
@@ -94,7 +96,7 @@ class Scheduler:
             if not process.alive:
                 return
             if process.paused_until > self.now:
-                self.after(process.paused_until - self.now, work, process)
+                process.held.append(run)
                 return
             self.call_as(process, work)
 
@@ -166,9 +168,7 @@ class Scheduler:
         else:
             self._resume_after(delay_s, fiber)
             self._give_back(fiber)
-        while fiber.process.paused_until > self.now:
-            self._resume_after(fiber.process.paused_until - self.now, fiber)
-            self._give_back(fiber)
+        self._stand_still(fiber)
         self.check()
 
     def block(self) -> None:
@@ -178,10 +178,25 @@ class Scheduler:
         self.check()
         fiber.waiting = True
         self._give_back(fiber)
-        while fiber.process.alive and fiber.process.paused_until > self.now:
-            self._resume_after(fiber.process.paused_until - self.now, fiber)
-            self._give_back(fiber)
+        self._stand_still(fiber)
         self.check()
+
+    def pause(self, process: Process, seconds: float) -> None:
+        """Let a process do nothing for some time; 0 ends its pause."""
+        process.paused_until = self.now + seconds
+        self.after(seconds, lambda: self._continue(process))
+
+    def _continue(self, process: Process) -> None:
+        if process.paused_until <= self.now:
+            held, process.held = process.held, []
+            for work in held:
+                self.after(0.0, work)
+
+    def _stand_still(self, fiber: Fiber) -> None:
+        """Wait for the end of a pause."""
+        while fiber.process.alive and fiber.process.paused_until > self.now:
+            fiber.process.held.append(lambda: self._resume_after(0.0, fiber))
+            self._give_back(fiber)
 
     def wake(self, fiber: Fiber) -> None:
         """Continue a fiber that blocks."""
@@ -207,6 +222,7 @@ class Scheduler:
             return
         process.alive = False
         process.paused_until = 0.0
+        process.held.clear()
         for fiber in list(process.fibers):
             if fiber is not self._fiber:
                 fiber.waiting = False

@@ -14,12 +14,16 @@ from flashckpt.core.lineage import BEGINNING
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.shm.job_directory import JobConfig
 from simulation import memory
+from simulation.agents import Agents
 from simulation.clock import CLOCK, Killed, Process, Scheduler
 from simulation.machines import Node, Rank
 from simulation.restoring import Restore, RestoreFailed
-from simulation.rules import Rules
+from simulation.rules import Rules, Violation
 from simulation.storage import Bucket, SimStore
 from simulation.threads import wakers
+
+MOST_REQUESTS = 3000
+"""Of one node to the root within a minute."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +83,7 @@ class Job:
         self.errors: dict[str, str] = {}
         self.carried: dict[str, bytes] = {}
         self.cut_off: set[int] = set()
-        self.slow: dict[int, float] = {}
+        self.mute: set[int] = set()
         self.nodes = [Node(self, index) for index in range(setup.nodes + 1)]
         self.wanted = setup.nodes
         self.ranks: list[Rank] = []
@@ -88,6 +92,9 @@ class Job:
         self.ask_step: int | None = None
         self._number = 0  # of the present attempt to run
         self._starting = False
+        self._began_s, self._may_pass = 0.0, False
+        self.agents = Agents()
+        self._asked: Counter[int] = Counter()
         self.committed_at: dict[SnapshotId, float] = {}
 
     # -- small things ----------------------------------------------------------------------------------------
@@ -135,13 +142,28 @@ class Job:
         for node in self.nodes:
             self.start_agent(node)
         self.start_soon()
+        self.later(60.0, self._count_requests)
+
+    def _count_requests(self) -> None:
+        """No node asks the root without end, whatever fails."""
+        for node, count in self.bucket.requests.items():
+            asked = count - self._asked[node]
+            self.counts["most requests of a node in a minute"] = max(
+                self.counts["most requests of a node in a minute"], asked
+            )
+            if asked > MOST_REQUESTS:
+                raise Violation("bounded requests", f"{asked} of node {node} in a minute")
+        self._asked = Counter(self.bucket.requests)
+        self.later(60.0, self._count_requests)
 
     def start_agent(self, node: Node) -> None:
         """An agent starts on a machine."""
         if not node.is_up or (node.agent is not None and node.agent.alive):
             return
         agent = node.agent = self.process(f"agent {node.name}", node.index)
-        node.restart, node.has_begun = 0, False
+        node.restart, node.agents = 0, node.agents + 1
+        self.agents.begin(node)
+        memory.FILES.folders[str(node.agent_folder)] = {}
         node.make(self.setup.per_node)
         agent.on_death.append(lambda: self._agent_died(node))
         CLOCK.scheduler.call_as(agent, node.directory.hold_live)
@@ -173,7 +195,10 @@ class Job:
             return
         self.end_group()
         self._number += 1
-        used, number = able[: self.wanted], self._number
+        late = [node for node in able if self.random.random() < 0.05]
+        in_time = [node for node in able if node not in late]
+        used = self.agents.meet(in_time if len(in_time) >= self.wanted else able, self.wanted)
+        number, self._began_s = self._number, CLOCK.scheduler.now
         per = self.setup.per_node
         self.firsts = [at * per for at in range(len(used))]
         self.ranks = []
@@ -205,13 +230,35 @@ class Job:
         self.later(0.1 + self.random.random() * 2, self._recover)
 
     def _recover(self) -> None:
-        self.say("agents", "end the other ranks")
+        if not (nodes := list({id(rank.node): rank.node for rank in self.ranks}.values())):
+            self.start_soon()
+            return
+        ran_s, may_pass = CLOCK.scheduler.now - self._began_s, self._may_pass
+        decided, self._may_pass = self.agents.judge(nodes, step=self.step, ran_s=ran_s, may_pass=may_pass), False
+        self.say("agents", f"end the other ranks: {decided.reason}")
         self.end_group()
-        if self.random.random() < 0.5:
-            for node in self.nodes:
-                if node.is_up and node.agent is not None and node.agent.alive:
-                    CLOCK.scheduler.call_as(node.agent, partial(node.directory.ask, "persist-now"))
-        self.start_soon()
+        for node in nodes:
+            if node.is_up and node.agent is not None and node.agent.alive:
+                CLOCK.scheduler.call_as(node.agent, partial(node.directory.ask, "persist-now"))
+        if decided.restart:
+            self.later(decided.pause_s, self.start_soon)
+        else:
+            self.note("given up")
+            self.end_agents(nodes)
+
+    def end_agents(self, nodes: list[Node]) -> None:
+        """The agents of some nodes end; somebody starts the job again later, with new ones."""
+        for node in nodes:
+            self.kill(node.agent)
+
+    def preempt(self) -> None:
+        """Everybody is asked to stop: the ranks end after one step, the agents behind them, and the job is started again."""
+        nodes = [node for node in self.nodes if node.is_up and node.agent is not None and node.agent.alive]
+        self.end_group()
+        for node in nodes:
+            if node.agent is not None:
+                CLOCK.scheduler.call_as(node.agent, partial(node.directory.ask, "persist-now"))
+        self.end_agents(nodes)
 
     def kill(self, process: Process | None) -> None:
         """SIGKILL."""
@@ -224,6 +271,7 @@ class Job:
             found = Restore(self, ranks, wanted).run()
         except RestoreFailed as error:
             self.say("ranks", f"could not begin: {error}")
+            self._may_pass = error.may_pass
             self.note("failed starts")
             CLOCK.scheduler.kill(first)
             return
@@ -237,7 +285,7 @@ class Job:
         for rank in ranks:
             CLOCK.scheduler.call_as(
                 rank.process,
-                partial(rank.begin_life, record, found.chain, restored, superseded, self.setup.per_node),
+                partial(rank.begin_life, record, found.chain, found.data, restored, superseded, self.setup.per_node),
             )
         self.later(self.setup.step_s, lambda: self._train(ranks, number))
 
@@ -268,9 +316,12 @@ class Job:
         self.note("steps")
         step, is_persist = self.step, self.step % self.setup.persist_every == 0
         generation = ranks[0].record.number
+        before, drawn = ranks[0].chain, [sample for rank in ranks for sample in rank.sampler.next_ids().tolist()]
         chain = hashlib.blake2b(f"{ranks[0].chain} {generation} {step}".encode(), digest_size=12).hexdigest()
+        self.rules.trained_on(before, chain, drawn)
         for rank in ranks:
             rank.chain = chain
+            rank.sampler.commit()
 
             def take(rank: Rank = rank) -> None:
                 if number == self._number or rank.process.alive:

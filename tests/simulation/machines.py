@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import mmap
 import os
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from flashckpt.core.snapshot_id import SnapshotId, SnapshotRequest
 from flashckpt.core.superblock import SegmentSpec, Superblock, encode_superblock
 from flashckpt.daemon.persister.service import Daemon
 from flashckpt.daemon.persister.timeouts import DaemonTimeouts
+from flashckpt.sampler import ElasticSampler
 from flashckpt.session.durability import Wanted
 from flashckpt.shm.ack_relay import AckRelay
 from flashckpt.shm.acks import SnapshotAcks
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from simulation.job import Job
 
 MANIFEST_BYTES, DATA_BYTES = 12 << 10, 4096
+SAMPLES, BATCH = 30, 8
+"""Of the data set, and of each step: epochs end in the middle of a step."""
 _tables: dict[tuple[int, int], tuple[ShardTable, int]] = {}
 
 
@@ -71,7 +75,8 @@ class Node:
         is_up: Whether it runs.
         agent: Process that starts ranks here; None where none runs.
         restart: Starts under this agent.
-        has_begun: Whether a generation began under it.
+        agents: How many agents have run here.
+        budget, steps, stores: What its agent decides with.
         persister: The daemon's process; None where none runs.
         relay: Of the first rank here.
     """
@@ -82,7 +87,11 @@ class Node:
     is_up: bool = True
     agent: Process | None = None
     restart: int = 0
-    has_begun: bool = False
+    agents: int = 0
+    budget: Any = None
+    steps: Any = None
+    stores: Any = None
+    slowness: float = 1.0
     persister: Process | None = None
     daemon: Daemon | None = None
     relay: AckRelay | None = None
@@ -101,6 +110,11 @@ class Node:
     def directory(self) -> JobDirectory:
         """The product's view of it."""
         return JobDirectory(self.folder)  # type: ignore[arg-type]
+
+    @property
+    def agent_folder(self) -> memory.SimPath:
+        """The folder of the agent that runs here."""
+        return memory.SimPath(f"/n{self.index}.{self.life}/agent{self.agents}")
 
     @property
     def name(self) -> str:
@@ -211,6 +225,8 @@ class Carrier:
 
     def set(self, key: str, value: bytes, /) -> None:
         self._reach()
+        if self._node in self._job.mute and self._job.random.random() < 0.5:
+            return
         if self._job.carried.get(key) != value:
             self._job.carried[key] = value
             for node in self._job.nodes:
@@ -237,12 +253,14 @@ class Rank:
     process: Process
     record: Generation = field(default_factory=lambda: Generation(number=0))
     chain: str = ""
+    data: str = ""
     superseded: SnapshotId | None = None
     writer: Any = None
     request: SnapshotRequest | None = None
     busy_until: float = 0.0
     segments: RankSegments = field(init=False)
     acks: SnapshotAcks = field(init=False)
+    sampler: ElasticSampler = field(init=False)
     wanted: Wanted = field(init=False)
 
     @property
@@ -270,9 +288,12 @@ class Rank:
         reservation.ready.set()
         return segment
 
-    def begin_life(self, record: Generation, chain: str, restored: SnapshotId | None, superseded: SnapshotId | None,
-                   locals_: int) -> None:  # fmt: skip
-        """Start to train from a restored state."""
+    def begin_life(self, record: Generation, chain: str, data: str, restored: SnapshotId | None,
+                   superseded: SnapshotId | None, locals_: int) -> None:  # fmt: skip
+        """Start to train from a restored state, and from its position in the data."""
+        self.sampler = ElasticSampler(SAMPLES, dp_rank=self.rank, dp_size=record.world_size, global_batch_size=BATCH)
+        if data:
+            self.sampler.load_state_dict(json.loads(data))
         self.record, self.chain, self.superseded = record, chain, superseded
         first = self.local == 0
         control = self.node.control
@@ -314,6 +335,7 @@ class Rank:
         if request.persist:
             self.wanted.begun(id_)
         self.writer, self.request = writer, request
+        self.data = json.dumps(self.sampler.state_dict())
         self.job.rules.taken(id_, self.chain, self.world)
         row, bias = bytes_of(self.chain, self.rank)
         table, total = table_of(self.rank, self.world)
@@ -321,7 +343,7 @@ class Rank:
         for start, part in zip(table.byte_offset.tolist(), (row, bias), strict=True):
             whole[start : start + len(part)] = part
         writer.data[: total // 2] = whole[: total // 2]
-        copy_s = self.job.setup.copy_s * (0.5 + self.job.random.random())
+        copy_s = self.job.setup.copy_s * self.node.slowness * (0.5 + self.job.random.random())
         self.job.later(copy_s, lambda: self._complete(writer, request, bytes(whole)), self.process)
 
     def _complete(self, writer: Any, request: SnapshotRequest, whole: bytes) -> None:
@@ -341,6 +363,7 @@ class Rank:
             for start, nbytes in zip(table.byte_offset.tolist(), table.nbytes.tolist(), strict=True)
         ]
         values = {"step": request.id.step, "chain": self.job.truth_of(request.id), f"rng@rank{self.rank}": b"r"}
+        values["data"] = self.data
         manifest = Manifest.of(request, table=table, digests=np.concatenate(digests), values=values)
         writer.commit(encode_manifest(manifest), data_bytes=total)
         self.acks.publish(self.segments.complete())

@@ -148,6 +148,10 @@ class SimPath:
             raise FileNotFoundError(errno.ENOENT, "no such folder", str(self))
         return iter([self / name for name in names])
 
+    def read_text(self, encoding: str = "") -> str:
+        del encoding
+        return bytes(FILES.find(self).buffer).decode()
+
     def touch(self, mode: int = 0) -> None:
         del mode
         CLOCK.scheduler.check()

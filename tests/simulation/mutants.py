@@ -83,10 +83,27 @@ MUTANTS = [
            "next_generation=highest + 1,", "next_generation=max(highest, 1),"),
     Mutant("slots that were rolled back are not emptied", "flashckpt/restore/gather.py",
            "                segment.mark_empty(slot)\n", "                pass\n"),
+    Mutant("a round that was missed is forgotten", "flashckpt/restore/gather.py",
+           "if folder and has_missed(Path(folder)):", "if False:"),
     Mutant("all slots are emptied", "flashckpt/restore/gather.py",
            "if header.is_complete and is_rolled_back(header.identity, [record]):", "if header.is_complete:"),
     Mutant("the lineage is not written", "flashckpt/restore/gather.py",
            "        directory.write_generation(record)\n    if record.parent", "        pass\n    if record.parent"),
+    # agents and data
+    Mutant("memory that is behind its generation is believed", f"{_L}/selection.py",
+           "return began is not None and candidate.identity < began", "return False"),
+    Mutant("a round that was missed is not noticed", "daemon/launcher/rounds.py",
+           "self._number >= 0 and number != self._number + 1, number", "False, number"),
+    Mutant("new nodes are preferred to those that trained", "daemon/launcher/rounds.py",
+           "key=lambda node: (-nodes[node], node))", "key=lambda node: (nodes[node], node))"),
+    Mutant("the budget of restarts ends at the first failure", "daemon/launcher/budget.py",
+           "        if self.left == 0:\n", "        if self.left >= 0:\n"),
+    Mutant("a recorded position in the data is not taken", "sampler/sampler.py",
+           "        self.cursor.adopt(state)\n", "        del state\n"),
+    Mutant("a replica has one sample less", "sampler/order/dealing.py",
+           "return max(0, -(-(size - rank) // replicas))", "return max(0, (size - rank) // replicas)"),
+    Mutant("a step is not counted in the data", "sampler/sampler.py",
+           "self.cursor.settle(self._iterations.behind_dropped(target))", "pass"),
     # negotiation
     Mutant("no fence before a decision", f"{_P}/negotiation.py",
            "        yield p.CheckFence()\n        yield p.WriteIntent", "        yield p.WriteIntent"),
@@ -151,9 +168,13 @@ MUTANTS = [
            "store.delete_many([info.key for info in store.list(INTENTS) if _is_decided(info.key, newest)])", "pass"),
     # retention
     Mutant("data before its tombstone", f"{_C}/retention.py",
-           "            batch = _bury(store, contents.names, batch, now)\n        data = data_of(store, batch)\n",
+           "            batch = _bury(store, contents.names, claimed, now)\n        data = data_of(store, batch)\n",
            "            store.delete_many([e.key for e in data_of(store, batch)])\n            batch = _bury(store, contents.names, "
-           "batch, now)\n        data = data_of(store, batch)\n"),
+           "claimed, now)\n        data = data_of(store, batch)\n"),
+    Mutant("a keep mark that comes late is not seen", f"{_C}/retention.py",
+           "claimed = _claim(store, batch, now)", "claimed = batch"),
+    Mutant("a keep mark is given in spite of a deletion", f"{_C}/retention.py",
+           'put_if_absent(KEEP + prefix, b"") and is_tombstone(store, KEEP + prefix):', 'put_if_absent(KEEP + prefix, b"") and False:'),
     Mutant("retention keeps one less", f"{_C}/retention.py",
            "if place < max(1, policy.keep_last) or every", "if place < max(1, policy.keep_last - 1) or every"),
     Mutant("retention counts what was rolled back", f"{_C}/retention.py",
@@ -177,7 +198,7 @@ MUTANTS = [
 ]  # fmt: skip
 
 
-BUSY: dict[str, object] = {"step_s": 1.0, "persist_every": 2, "faults_s": 100.0}
+BUSY: dict[str, object] = {"step_s": 1.0, "persist_every": 2, "faults_s": 40.0}
 """A job in which much happens in little time: many seeds of it are run sooner than one long one."""
 
 

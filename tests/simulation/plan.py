@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from random import Random
 
 from flashckpt.checkpoint.generations import GENERATIONS, encode_claim
-from flashckpt.checkpoint.root_records import parse_prefix
+from flashckpt.checkpoint.retention import keep
+from flashckpt.checkpoint.root_records import parse_prefix, prefix_of
 from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.errors import FlashckptError
 from simulation.clock import CLOCK
 from simulation.job import Job, Setup
 from simulation.machines import Node
@@ -112,19 +115,19 @@ def restart_all(job: Job, target: int, value: float) -> None:
 
 def pause_persister(job: Job, target: int, value: float) -> None:
     if (process := _node(job, target).persister) is not None:
-        process.paused_until = CLOCK.scheduler.now + value * value * 700
+        CLOCK.scheduler.pause(process, value * value * 700)
 
 
 def pause_rank(job: Job, target: int, value: float) -> None:
     if job.ranks:
-        job.ranks[target % len(job.ranks)].process.paused_until = CLOCK.scheduler.now + value * value * 100
+        CLOCK.scheduler.pause(job.ranks[target % len(job.ranks)].process, value * value * 100)
 
 
 def pause_node(job: Job, target: int, value: float) -> None:
     node = _node(job, target)
     for process in job.processes:
         if process.node == node.index:
-            process.paused_until = CLOCK.scheduler.now + value * value * 300
+            CLOCK.scheduler.pause(process, value * value * 300)
 
 
 def set_clock(job: Job, target: int, value: float) -> None:
@@ -207,12 +210,50 @@ def other_job(job: Job, target: int, value: float) -> None:
     job.note("stranger")
 
 
-def keep_mark(job: Job, target: int, value: float) -> None:
-    committed = sorted(job.rules.committed)
-    if committed:
-        from flashckpt.checkpoint.root_records import prefix_of
+def preempt(job: Job, target: int, value: float) -> None:
+    job.preempt()
 
-        job.bucket.set(f"keep/{prefix_of(*committed[target % len(committed)])}", b"")
+
+def slow_node(job: Job, target: int, value: float) -> None:
+    node = _node(job, target)
+    node.slowness = 2 + 10 * value
+    job.later(5 + value * 120, lambda: setattr(node, "slowness", 1.0))
+
+
+def cut_one_way(job: Job, target: int, value: float) -> None:
+    """What a node says to the others gets lost, as often as not; it hears them."""
+    index = _node(job, target).index
+    job.mute.add(index)
+    job.later(2 + value * 60, lambda: job.mute.discard(index))
+
+
+def copy_checkpoint(job: Job, target: int, value: float) -> None:
+    """An operator copies a checkpoint to another name on the same root: nobody may take it for that one."""
+    if names := _checkpoints(job):
+        name = names[target % len(names)]
+        identity = parse_prefix(name)
+        assert identity is not None
+        other = prefix_of(identity.generation, identity.step + 1000)
+        job.is_operator = True
+        job.note("operator")
+        for key in job.bucket.below(f"{name}/"):
+            job.bucket.set(f"{other}/{key.partition('/')[2]}", job.bucket.objects[key][0])
+        job.is_operator = False
+
+
+def keep_mark(job: Job, target: int, value: float) -> None:
+    """An operator marks a checkpoint, with `flashckpt keep`, and believes what it says."""
+    if not (committed := sorted(job.rules.committed)):
+        return
+    identity, operator = committed[target % len(committed)], job.process("operator", 0)
+
+    def mark() -> None:
+        with contextlib.suppress(FlashckptError):
+            keep(job.connect(operator), prefix_of(*identity))
+            job.rules.marked(identity)
+            job.say("operator", f"was told that {identity} is kept")
+
+    CLOCK.scheduler.spawn(operator, mark)
 
 
 KINDS: dict[str, Callable[[Job, int, float], None]] = {
@@ -246,6 +287,10 @@ KINDS: dict[str, Callable[[Job, int, float], None]] = {
     "operator damages": damage_checkpoint,
     "other job": other_job,
     "keep mark": keep_mark,
+    "preemption": preempt,
+    "slow node": slow_node,
+    "cut one way": cut_one_way,
+    "operator copies": copy_checkpoint,
 }
 
 

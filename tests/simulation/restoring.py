@@ -24,7 +24,9 @@ from flashckpt.errors import DamagedError, FlashckptError, may_pass
 from flashckpt.planning.inventory import Inventory, memory_is_current, node_names, unpack_all
 from flashckpt.planning.selection import Candidate, RootSummary, missing_on_root, refuse_damage, select
 from flashckpt.restore import gather
+from flashckpt.shm import agent_folder
 from flashckpt.shm.segment import Segment
+from simulation import seams
 from simulation.clock import CLOCK
 from simulation.machines import Node, Rank, bytes_of
 from simulation.rules import Violation
@@ -36,7 +38,9 @@ _ROOT = "sim://root"
 
 
 class RestoreFailed(Exception):  # noqa: N818
-    """The start ends, and the agents try again."""
+    """The start ends, and the agents try again; `may_pass`: for want of storage."""
+
+    may_pass = False
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ class Restored:
     identity: SnapshotId | None
     source: str
     chain: str
+    data: str
 
 
 class Restore:
@@ -61,6 +66,7 @@ class Restore:
     def __init__(self, job: Job, ranks: list[Rank], step: int | None) -> None:
         self.job, self.ranks, self.step = job, ranks, step
         self._passed_over = False
+        self._data = ""
 
     def run(self) -> Restored:
         """Restore all ranks together, or raise RestoreFailed."""
@@ -86,9 +92,9 @@ class Restore:
                 job.rules.restored(identity, chain, best=best, wanted=self.step)
             record = self._claim(found.next_generation, identity, root)
         except FlashckptError as error:
-            raise RestoreFailed(str(error).splitlines()[0]) from error
+            raise _failed(error) from error
         source = "fresh" if candidate is None else "storage" if candidate.on_root else "memory"
-        return Restored(record, identity, source, chain)
+        return Restored(record, identity, source, chain, self._data if identity is not None else "")
 
     # -- what there is ---------------------------------------------------------------------------------------
 
@@ -101,7 +107,7 @@ class Restore:
         lineage, damage = gather._lineage(directory, _ROOT, {})
         return Inventory(
             node=f"{node.name}.{node.life}", slots=tuple(gather._slots(directory)), generation=lineage,
-            restart=node.restart if node.has_begun else 0, members=tuple(gather._members(directory)), host=node.name,
+            restart=seams.under_agent(node.agent_folder, node.restart, lambda: gather._restarts(directory)), members=tuple(gather._members(directory)), host=node.name,
             committed=gather._committed(directory), damage=damage,
         )  # fmt: skip
 
@@ -123,7 +129,7 @@ class Restore:
         while True:
             found = select(inventories, root or RootSummary(), step=self.step)
             left = [c for c in found.found if (c.identity, c.on_root) not in tried]
-            if root is None and (not left or left[0].is_unfinished or tried):
+            if root is None and (not left or left[0].is_unfinished or tried or found.is_behind(left[0])):
                 root = self._ask(inventories)
                 continue
             if not left:
@@ -149,6 +155,7 @@ class Restore:
         store = self.job.connect(self.ranks[0].process)
         with reading(store, prefix_of(*candidate.identity)) as manifest:
             self._check(manifest, lambda name: store.get(f"{prefix_of(*candidate.identity)}/{name}"))
+            self._data = str(manifest.values["data"])
             return str(manifest.values["chain"])
 
     def _read_memory(self, candidate: Candidate, inventories: Sequence[Inventory]) -> str:
@@ -166,6 +173,7 @@ class Restore:
                 pin.read_into(0, memoryview(whole))
                 self._check(manifest, lambda _, whole=whole: bytes(whole))
                 chains.add(str(manifest.values["chain"]))
+                self._data = str(manifest.values["data"])
             held.add(holder.rank)
         if len(chains) != 1:
             raise Violation("one state per id", f"{candidate.identity} is of {len(chains)} states in memory")
@@ -211,9 +219,17 @@ class Restore:
             own = rank.segments.segment
             directory, ranks = rank.node.directory, mates[rank.node.index]
             _call(rank, partial(gather.begin, directory, wanted, rank=rank.rank, ranks=ranks, own=own))
-            rank.node.has_begun = True
+            if rank.local == 0:
+                folder: Any = rank.node.agent_folder
+                _call(rank, partial(agent_folder.write_job, folder, directory.path))
             CLOCK.scheduler.sleep(0.02)
         return wanted
+
+
+def _failed(error: FlashckptError) -> RestoreFailed:
+    failed = RestoreFailed(str(error).splitlines()[0])
+    failed.may_pass = may_pass(error)
+    return failed
 
 
 def _call(rank: Rank, work: Callable[[], object]) -> None:

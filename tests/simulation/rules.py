@@ -14,7 +14,7 @@ from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError
 from simulation import memory
 from simulation.clock import CLOCK
-from simulation.machines import bytes_of
+from simulation.machines import BATCH, SAMPLES, bytes_of
 
 if TYPE_CHECKING:
     from simulation.job import Job
@@ -36,6 +36,7 @@ class Rules:
         committed: Checkpoints that are on the root now, whole.
         ever: All that ever were.
         trained: The newest generation that took a snapshot.
+        kept: What an operator has marked, and was told so.
     """
 
     def __init__(self, job: Job) -> None:
@@ -51,7 +52,9 @@ class Rules:
         self.folders: set[str] | None = None  # of the machines of the present worker group; what others hold is lost
         self._named: set[SnapshotId] = set()  # on the root, though packs may be damaged
         self._best: SnapshotId | None = None
-        self._removed: set[SnapshotId] = set()  # by an operator
+        self._drawn: dict[str, list[int]] = {}  # by state: how often each sample was trained
+        self.kept: set[SnapshotId] = set()
+        self._buried: set[SnapshotId] = set()  # by the product
 
     # -- lineage ---------------------------------------------------------------------------------------------
 
@@ -96,6 +99,17 @@ class Rules:
         return max(
             (one for one in [*found, *self.committed] if one.step <= bounds.get(one.generation, -1)), default=None
         )
+
+    # -- data ------------------------------------------------------------------------------------------------
+
+    def trained_on(self, before: str, chain: str, drawn: list[int]) -> None:
+        """A step turns one state into the next with some samples, those of all ranks."""
+        counts = list(self._drawn.get(before, [0] * SAMPLES))
+        for sample in drawn:
+            counts[sample] += 1
+        if len(drawn) != BATCH or max(counts) - min(counts) > 1:
+            raise Violation("no sample twice or lost", f"{sorted(drawn)} after {sum(counts) - len(drawn)} samples")
+        self._drawn[chain] = counts
 
     # -- memory ----------------------------------------------------------------------------------------------
 
@@ -156,6 +170,7 @@ class Rules:
             return
         if was and not self.job.is_operator:
             self._may_go(identity)
+            self._buried.add(identity)
         self.committed.discard(identity)
         self._named.discard(identity)
         self._best = self.best()
@@ -195,8 +210,14 @@ class Rules:
             raise Violation("nothing that retention protects is deleted", f"{identity}, of {alive[:4]}")
         if setup.keep_every and identity.step % setup.keep_every == 0 and identity in alive:
             raise Violation("nothing that retention protects is deleted", f"{identity}: keep_every {setup.keep_every}")
-        if f"keep/{prefix_of(*identity)}" in self.job.bucket.objects:
+        if identity in self.kept:
             raise Violation("nothing that retention protects is deleted", f"{identity} has a keep mark")
+
+    def marked(self, identity: SnapshotId) -> None:
+        """`flashckpt keep` said that a checkpoint is kept."""
+        if identity in self._buried:
+            raise Violation("nothing that retention protects is deleted", f"{identity} was kept after its deletion")
+        self.kept.add(identity)
 
     def removed_by_operator(self, identity: SnapshotId) -> None:
         """A person deleted or damaged a checkpoint."""

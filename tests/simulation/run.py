@@ -150,8 +150,9 @@ def _calm(job: Job) -> None:
     for name, value in vars(Trouble()).items():
         setattr(job.bucket.trouble, name, value)
     job.cut_off.clear()
+    job.mute.clear()
     for process in job.processes:
-        process.paused_until = min(process.paused_until, CLOCK.scheduler.now)
+        CLOCK.scheduler.pause(process, 0.0)
         process.deadly_in = None
     if job.counts["stranger"]:
         KINDS["restart all nodes"](job, 0, 0.0)  # a person ends the run that is fenced, and starts it again

@@ -140,8 +140,22 @@ def _memory() -> None:
     records._replace, records.read_file = files.write, memory.read_file
     messages.read_file = memory.read_file
     messages._replace = files.write
-    gather.agent_folder = lambda: None
+    gather.agent_folder, gather.env, gather.Path = lambda: None, _AgentOfRank, memory.SimPath
+    folder = _module("shm.agent_folder")
+    folder.Path, folder._replace = memory.SimPath, lambda path, text: files.write(path, text.encode())
     gather.Control = SimpleNamespace(open=lambda path: controls[str(path)])
+
+
+class _AgentOfRank:
+    """In place of the environment that an agent gives its ranks."""
+
+    FLASHCKPT_RESTART, FLASHCKPT_AGENT_DIR = 0, ""
+
+
+def under_agent(folder: Any, restart: int, work: Callable[[], Any]) -> Any:
+    """Do something as a rank of an agent, of which this is the folder, does after so many starts."""
+    _AgentOfRank.FLASHCKPT_RESTART, _AgentOfRank.FLASHCKPT_AGENT_DIR = restart, str(folder)
+    return work()
 
 
 controls: dict[str, Any] = {}

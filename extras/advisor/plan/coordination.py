@@ -109,7 +109,7 @@ def coordination(
     turns = math.ceil(pages / min(parts, IN_FLIGHT)) + 3 + math.ceil(nodes / IN_FLIGHT)
     commit_s = max(request_s * turns, commit / requests_per_s)
     commit_s += ranks * (COMMIT_CPU_S + ROW_CPU_S * rows)
-    retention = 2 * pages + 17
+    retention = 2 * pages + 18
     total = decided + objects + _waiting(nodes, ranks, pages, commit_s) + commit + retention
     return Coordination(
         look_requests=look if nodes > 1 else 0,

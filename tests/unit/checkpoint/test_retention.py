@@ -32,6 +32,7 @@ from flashckpt.checkpoint.retention import (
     choose_expired,
     decode_lease,
     keep,
+    kept_prefixes,
     leased,
     leased_prefixes,
     prune,
@@ -155,6 +156,47 @@ def test_mark_on_a_checkpoint_that_is_not_there_is_refused(store: Store) -> None
         keep(store, prefix_of(1, 6))
 
 
+def test_mark_that_comes_while_others_are_deleted_holds_or_is_refused(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Retention has read the marks and chosen: whoever is first of the two has it, and nobody is told otherwise."""
+    make(store, 10, 20, 30)
+    refused: list[str] = []
+
+    def between(name: str) -> None:
+        if name == "persist.before-prune":
+            keep(store, prefix_of(1, 10))
+        elif name in ("persist.after-claim", "persist.during-prune"):
+            with pytest.raises(NoCheckpointError) as error:
+                keep(store, prefix_of(1, 20))
+            refused.append(error.value.problem + error.value.found)
+
+    monkeypatch.setattr("flashckpt.checkpoint.retention.crash_point", between)
+    assert prune(store, Policy(keep_last=1)).checkpoints == (prefix_of(1, 20),)
+    assert "has begun to delete it" in refused[0]
+    assert "was deleted" in refused[1]
+    assert steps_of(store) == [10, 30]
+    assert kept_prefixes(store) == {prefix_of(1, 10)}
+    assert [info.key for info in store.list("keep/")] == [f"keep/{prefix_of(1, 10)}"]
+
+
+def test_mark_of_a_checkpoint_that_was_deleted_meanwhile_is_taken_back(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(store, 10, 20)
+    put_if_absent = store.put_if_absent
+
+    def late(key: str, data: bytes) -> bool:
+        if data == b"":
+            assert prune(store, Policy(keep_last=1)).checkpoints == (prefix_of(1, 10),)
+        return put_if_absent(key, data)
+
+    monkeypatch.setattr(store, "put_if_absent", late)
+    with pytest.raises(NoCheckpointError, match="was deleted"):
+        keep(store, prefix_of(1, 10))
+    assert store.list("keep/") == []
+
+
 def test_checkpoints_that_a_later_generation_left_behind_go_first(store: Store) -> None:
     make(store, 10, 20, 30)
     assert claim_generation(store, Generation(number=1, token="a", parent=None))
@@ -243,6 +285,7 @@ def test_lease_taken_during_the_deletion_keeps_the_data(store: Store, monkeypatc
     "point",
     [
         "persist.before-prune",
+        "persist.after-claim",
         "persist.before-tombstone",
         "persist.during-prune",
         "persist.after-prune",
@@ -270,6 +313,7 @@ def test_killed_while_pruning_no_half_checkpoint_is_visible_and_the_sweep_finish
     sweep(store, now_s=time.time() + TOMBSTONE_AGE_S + 1)
     assert [name for name in store.folders() if name.startswith("step-")] == [prefix_of(1, 30)]
     assert [key for info in store.list(CATALOG) if not (key := info.key).startswith(CATALOG + prefix_of(1, 30))] == []
+    assert store.list("keep/") == []
     assert not list(Path(store.url).rglob("*.tmp"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from flashckpt.cli import main as cli
 from flashckpt.daemon.persister.service import Daemon
 from flashckpt.daemon.persister.timeouts import DaemonTimeouts
 from flashckpt.errors import ConfigError, RootError
+from flashckpt.shm.agent_folder import note_missed
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.storage.factory import open_store
 
@@ -93,6 +95,46 @@ def test_a_restart_goes_on_with_nothing_that_is_older_than_its_agent(
     assert trained(tmp_path / "r", 1, fresh=True) == 0
     monkeypatch.setenv("FLASHCKPT_RESTART", "2")
     assert trained(tmp_path / "r", fresh=True) == 1, "a generation has begun under this agent"
+
+
+def test_a_node_without_which_the_job_ran_meanwhile_asks_the_root_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A spare whose agent lived on: its memory covers the job, and is older than what others have committed."""
+    agent_dir()
+    assert trained(tmp_path / "r", 1, 2, job="here") == 0
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    with monkeypatch.context() as other:
+        other.setenv("FLASHCKPT_SHM_DIR", str(elsewhere))
+        other.setenv("FLASHCKPT_AGENT_DIR", "")
+        agent_dir()
+        assert trained(tmp_path / "r", 1, 2, 3, job="here") == 0
+        persisted("here", 3)
+    monkeypatch.setenv("FLASHCKPT_RESTART", "1")
+    assert trained(tmp_path / "r", job="here") == 2, "it took part in all rounds, as far as it knows"
+    note_missed(Path(os.environ["FLASHCKPT_AGENT_DIR"]))
+    assert trained(tmp_path / "r", 4, job="here", fresh=True) == 3, "no start of a job: nothing begins anew"
+    shutil.rmtree(tmp_path / "r")
+    assert trained(tmp_path / "r", job="here") == 4, "its memory is current again"
+
+
+def test_a_start_from_storage_that_died_before_its_first_snapshot_is_not_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots of long ago cover the job, and are older than the checkpoint that the generation began with."""
+    agent_dir()
+    assert trained(tmp_path / "r", 1, 2, job="here") == 0
+    (tmp_path / "elsewhere").mkdir()
+    with monkeypatch.context() as other:
+        other.setenv("FLASHCKPT_SHM_DIR", str(tmp_path / "elsewhere"))
+        other.setenv("FLASHCKPT_AGENT_DIR", "")
+        agent_dir()
+        assert trained(tmp_path / "r", 1, 2, 3, job="here") == 0, "nothing was committed"
+        persisted("here", 3)
+    assert trained(tmp_path / "r", job="here") == 3
+    monkeypatch.setenv("FLASHCKPT_RESTART", "1")
+    assert trained(tmp_path / "r", job="here") == 3
 
 
 @pytest.mark.parametrize("more", [{"step": 3}, {"generation": 1}, {"root": "/tmp/x"}, {"only": "model.*"}], ids=str)

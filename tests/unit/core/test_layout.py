@@ -142,7 +142,7 @@ def test_the_first_row_of_each_box_is_kept_whatever_the_hashes(data: Any, collid
     with pytest.MonkeyPatch.context() as patch:
         if collide:
             patch.setattr(shard_table, "_hashes", lambda table: np.zeros(len(table), np.uint64))
-        merged, found = ShardTable.concatenate([(t, d, 1) for t, d in zip(tables, digests, strict=True)])
+        merged, found, _ = ShardTable.concatenate([(t, d, 1) for t, d in zip(tables, digests, strict=True)])
     expected: dict[Any, Any] = {}
     for number, (table, own) in enumerate(zip(tables, digests, strict=True)):
         for row in range(len(table)):

@@ -1,0 +1,71 @@
+"""What the agents of all nodes decide: who is in the next round, and whether there is one. The decisions are the product's."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
+
+from flashckpt.daemon.launcher.budget import Budget, RestartDecision
+from flashckpt.daemon.launcher.rounds import FreshStoreRendezvous, UnitRounds
+from flashckpt.shm import agent_folder
+from simulation.clock import CLOCK, Process
+from simulation.machines import Node
+
+
+class Agents:
+    """The rounds of one job, and the restarts that it has left."""
+
+    def __init__(self) -> None:
+        self._state = _RendezvousState()
+
+    def begin(self, node: Node) -> None:
+        """An agent starts on a node."""
+        node.budget, node.steps = Budget(None), _steps()
+        stores: Any = FreshStoreRendezvous.__new__(FreshStoreRendezvous)
+        stores._number, node.stores = -1, stores
+
+    def meet(self, nodes: list[Node], wanted: int) -> list[Node]:
+        """Return the nodes of the next round in the order of their ranks; each learns whether it missed some.
+
+        Args:
+            nodes: Those whose agents came in time.
+            wanted: Of a round.
+        """
+        state, names = self._state, {_NodeDesc(node.name, node.agents, node.life): node for node in nodes}
+        state.participants, state.complete = {}, False
+        for name, node in names.items():
+            steps, more = node.steps, len(nodes) + 1
+            steps._node, steps._state = name, state
+            steps._settings = SimpleNamespace(min_nodes=more, max_nodes=more, run_id="job")
+            steps._add_to_participants()
+        steps._settings = SimpleNamespace(min_nodes=wanted, max_nodes=wanted, run_id="job")
+        steps._mark_rendezvous_complete()
+        used = [names[name] for name in sorted(state.participants, key=lambda name: state.participants[name])]
+        for node in used:
+            node.steps.has_trained = True
+            node.stores.note_round(state.round)
+            if node.stores.has_missed:
+                agent, folder = cast("Process", node.agent), cast("Path", node.agent_folder)
+                CLOCK.scheduler.call_as(agent, partial(agent_folder.note_missed, folder))
+        state.round += 1
+        return used
+
+    @staticmethod
+    def judge(nodes: list[Node], *, step: int, ran_s: float, may_pass: bool) -> RestartDecision:
+        """Return what the agents of a round decide after a failure: each counts for itself, and one that ends ends all."""
+        verdicts: list[RestartDecision] = [
+            node.budget.spend(fingerprint="", step=step, ran_s=ran_s, may_pass=may_pass) for node in nodes
+        ]
+        return min(verdicts, key=lambda verdict: (verdict.restart, -verdict.pause_s))
+
+
+def _steps() -> Any:
+    steps: Any = UnitRounds.__new__(UnitRounds)
+    steps._unit, steps._is_refused = 1, lambda _: False
+    steps.has_trained, steps.held = False, 0
+    steps._record = lambda **_: None
+    return steps
