@@ -1,8 +1,8 @@
 """What a commit and a restore cost by the rows of a rank: the layout of a 70B model under FSDP2, without its data.
 
 Every rank holds a part of each parameter and of two moments of it: 2,169 rows with all 723 parameters; fewer rows are those
-of the first parameters. Each node of 8 ranks has written its index; packs are files with holes. Each case is a process of its
-own that commits, and another one that plans the restore of one rank in the same layout: CPU seconds and peak memory are its own.
+of the first parameters. Each node of 8 ranks has written its index; packs are files with holes. Each case is a separate
+process that commits, and another one that plans the restore of one rank in the same layout, for CPU seconds and peak memory.
 
     python benchmarks/scale_rows.py [--ranks 16,256,1024,4096,16384] [--rows 20,500,2169] [--times 1] [--json FILE]
 """
