@@ -226,7 +226,7 @@ class FileOs:
     O_RDWR, O_RDONLY, O_CREAT, O_WRONLY = real_os.O_RDWR, real_os.O_RDONLY, real_os.O_CREAT, real_os.O_WRONLY
     O_EXCL, O_CLOEXEC, O_TRUNC, SEEK_SET = real_os.O_EXCL, real_os.O_CLOEXEC, real_os.O_TRUNC, real_os.SEEK_SET
     environ, pathsep, path = real_os.environ, real_os.pathsep, real_os.path
-    urandom = staticmethod(bytes)
+    urandom, fsdecode = staticmethod(bytes), staticmethod(real_os.fsdecode)
     getuid = staticmethod(real_os.getuid)
 
     @staticmethod

@@ -176,7 +176,7 @@ MUTANTS = [
     Mutant("a keep mark is given in spite of a deletion", f"{_C}/retention.py",
            'put_if_absent(KEEP + prefix, b"") and is_tombstone(store, KEEP + prefix):', 'put_if_absent(KEEP + prefix, b"") and False:'),
     Mutant("retention keeps one less", f"{_C}/retention.py",
-           "if place < max(1, policy.keep_last) or every", "if place < max(1, policy.keep_last - 1) or every"),
+           "last = max(1, policy.keep_last)", "last = max(1, policy.keep_last - 1)"),
     Mutant("retention counts what was rolled back", f"{_C}/retention.py",
            "abandoned = {info.identity for info in infos if is_rolled_back(info.identity, generations)}", "abandoned = set()"),
     Mutant("retention ignores keep_every", f"{_C}/retention.py",

@@ -138,7 +138,7 @@ def _memory() -> None:
     directory.mark_file = messages.mark_file = files.touch
     directory.remove_file = messages.remove_file = files.remove
     records._replace, records.read_file = files.write, memory.read_file
-    messages.read_file = memory.read_file
+    messages.read_file = directory.read_file = memory.read_file
     messages._replace = files.write
     gather.agent_folder, gather.env, gather.Path = lambda: None, _AgentOfRank, memory.SimPath
     folder = _module("shm.agent_folder")

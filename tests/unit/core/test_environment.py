@@ -32,6 +32,7 @@ WRONG: dict[str, tuple[str, ...]] = {
     "FLASHCKPT_REPLICA_PATIENCE": ("0", "-1"),
     "FLASHCKPT_KEEP_DEAD": ("-1", "30s"),
     "FLASHCKPT_RESTART": ("-1",),
+    "FLASHCKPT_HOOK": ("drain 'node",),
     "WORLD_SIZE": ("0",),
 }
 """Beside those of the type."""
@@ -42,7 +43,9 @@ def wrong(row: Variable[Any]) -> tuple[str, ...]:
     if row._read is str:
         return ()
     of_type = (
-        () if isinstance(row.default, str) else (*NUMBERS, *(() if isinstance(row.default, float) else ("1.5", "2.")))
+        ()
+        if isinstance(row.default, (str, list))
+        else (*NUMBERS, *(() if isinstance(row.default, float) else ("1.5", "2.")))
     )
     found = of_type + WRONG.get(row.name, ())
     assert found, f"{row.name} is checked, and no wrong value of it is known here"

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import json
 import math
-import re
-import sys
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from support.counting import Numbers
-from support.paths import ROOT
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -332,10 +329,3 @@ def test_replica_is_never_guessed_from_the_global_rank(monkeypatch: Any) -> None
     for draw in (iter, ElasticSampler.next_ids):
         with pytest.raises(LayoutError, match="data-parallel rank"):
             draw(sampler)
-
-
-def test_table_in_the_docs_lists_every_behaviour_that_differs() -> None:
-    tests = {name: test for name, test in vars(sys.modules[__name__]).items() if name.startswith("test_")}
-    page = (ROOT / "docs" / "data.md").read_text()
-    listed = re.findall(r"^\* `(test_\w+)`:", page, re.MULTILINE)
-    assert set(listed) == {name for name, test in tests.items() if (test.__doc__ or "").startswith("Different")}
