@@ -146,6 +146,7 @@ def run(args: argparse.Namespace, zygote: ZygoteClient | None = None) -> LaunchO
     from flashckpt.daemon.launcher.options import AgentOptions
     from flashckpt.daemon.zygote.client import ZygoteClient
 
+    _refuse_negative(args)
     named = _fill_rendezvous(args)
     if args.replica_domain:
         os.environ["FLASHCKPT_REPLICA_DOMAIN"] = args.replica_domain  # the workers inherit it
@@ -257,6 +258,22 @@ def _unfit_command(args: argparse.Namespace) -> str:
     if interpreter != sys.executable and not args.run_path:
         return f"PYTHON_EXEC names another interpreter ({interpreter})"
     return ""
+
+
+def _refuse_negative(args: argparse.Namespace) -> None:
+    """Refuse counts below 0: one would be taken for "never", or for "always".
+
+    Raises:
+        ConfigError: There is one.
+    """
+    for name in ("max_restarts", "refill_steps", "escalate"):
+        if (count := getattr(args, name)) is not None and count < 0:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} cannot be negative",
+                found=str(count),
+                expected="a number from 0 on",
+                state="Nothing was started.",
+            )
 
 
 def _refuse_missing(args: argparse.Namespace) -> None:

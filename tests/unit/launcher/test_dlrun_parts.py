@@ -30,13 +30,13 @@ from support.ranks import wait_for
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import DistNetworkError
 
-from flashckpt.daemon.launcher import budget, failure, findings, hang, ledger, reporting, stop
+from flashckpt.daemon.launcher import budget, cli, failure, findings, hang, ledger, reporting, stop
 from flashckpt.daemon.launcher.agent import DlrunAgent
 from flashckpt.daemon.launcher.rounds import JobNotes
 from flashckpt.daemon.launcher.watch import JobWatch
 from flashckpt.daemon.machine.process import adopt_parent, exit_code, thread_count
 from flashckpt.daemon.zygote import messages, server
-from flashckpt.errors import DamagedError
+from flashckpt.errors import ConfigError, DamagedError
 from flashckpt.shm import agent_folder
 from flashckpt.shm.job_directory import JobDirectory
 
@@ -480,6 +480,12 @@ def test_dlrun_has_one_thread_when_it_begins_whatever_the_user_says_of_threads()
     chosen = {name: value for name, value in os.environ.items() if name not in server.ONE_THREAD}
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=chosen).stdout
     assert output.strip() == "1"
+
+
+@pytest.mark.parametrize("option", ["max-restarts", "refill-steps", "escalate"])
+def test_counts_below_0_are_refused(option: str) -> None:
+    with pytest.raises(ConfigError, match=f"--{option} cannot be negative"):
+        cli.run(cli.parse_args([f"--{option}=-1", "train.py"]))
 
 
 class _Ended(Exception):  # noqa: N818 -- dlrun is gone
