@@ -18,8 +18,10 @@ The machine should be quiet: the JSON says how loaded it was.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -110,15 +112,29 @@ def measure_save(gigabytes: float, args: argparse.Namespace, disk: Path, shm: Pa
     return {"bytes": nbytes, "seconds": seconds, "x_raw": ratios, "wait_after_commit_s": after}
 
 
+def remove_used(folder: Path, limit_s: float = 30.0) -> None:
+    """Remove a folder in which a persister may still write: its job's processes are dead, and it ends."""
+    end = time.monotonic() + limit_s
+    while folder.exists() and time.monotonic() < end:
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(0.05)
+
+
 def measure_restore(gigabytes: float, args: argparse.Namespace, disk: Path, shm: Path) -> dict[str, Any]:
     """Start a process for each way in turns, until its model holds what was saved."""
     program, nbytes = [sys.executable, str(HERE / "end_to_end_restore.py")], int(gigabytes * 1e9)
-    environment = {**os.environ, "FLASHCKPT_SHM_DIR": str(shm), "OPENBLAS_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "FLASHCKPT_SHM_DIR": str(shm),
+        "OPENBLAS_NUM_THREADS": "1",
+        "FLASHCKPT_DAEMON_LINGER": "0",
+    }
 
     def start(way: str, **changes: str) -> dict[str, float]:
-        for file in disk.rglob("*"):
-            if file.is_file():
-                evict(file)
+        for folder, _, names in os.walk(disk):  # a persister may still be at work there
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    evict(Path(folder) / name)
         began = time.monotonic()
         command = [*program, way, str(nbytes), str(disk)]
         done = subprocess.run(command, env={**environment, **changes}, capture_output=True, text=True, check=False)
@@ -130,8 +146,11 @@ def measure_restore(gigabytes: float, args: argparse.Namespace, disk: Path, shm:
     start("write")  # leaves the files of every way, and a snapshot in memory as a crash leaves it
 
     def from_storage() -> dict[str, float]:
-        with tempfile.TemporaryDirectory(dir=shm.parent, prefix="flashckpt-bench-") as empty:
-            return start("flashckpt, storage", FLASHCKPT_SHM_DIR=empty)
+        empty = Path(tempfile.mkdtemp(dir=shm.parent, prefix="flashckpt-bench-"))
+        try:
+            return start("flashckpt, storage", FLASHCKPT_SHM_DIR=str(empty))
+        finally:
+            remove_used(empty)
 
     cases = {way: (lambda way=way: start(way)) for way in RESTORES} | {"flashckpt, storage": from_storage}
     series = in_rounds(cases, args.seconds, args.rounds)

@@ -25,6 +25,8 @@ LOG_BYTES = 4 << 20
 COPY_S = 1.0
 """Seconds between two looks of `LogCopy`."""
 COPY_NAME = "persister.log"
+COMPARED_BYTES = 64 << 10
+"""Bytes at the end of a copy by which it is known to be one of the present log."""
 FORMAT = "%(asctime)s %(levelname)s [%(where)s] %(message)s"
 
 
@@ -129,6 +131,8 @@ class LogCopy:
         if folder != self._into:
             self._into = folder
             self._open()
+            if folder:
+                self._go_on(Path(folder) / COPY_NAME)
         while folder and self._source >= 0:
             while data := os.read(self._source, 1 << 20):
                 self._writing.place = f"{folder}/{COPY_NAME}"
@@ -136,6 +140,15 @@ class LogCopy:
             if os.path.samestat(os.fstat(self._source), self._path.lstat()):
                 return
             self._open()
+
+    def _go_on(self, copy: Path) -> None:
+        """Leave out what the persister before has copied, unless the log was turned over since."""
+        with contextlib.suppress(FileNotFoundError), copy.open("rb") as file:
+            there = file.seek(0, os.SEEK_END)
+            compared = min(there, COMPARED_BYTES)
+            file.seek(there - compared)
+            if file.read() == os.pread(self._source, compared, there - compared):
+                os.lseek(self._source, there, os.SEEK_SET)
 
     def _open(self) -> None:
         if self._source >= 0:

@@ -7,9 +7,12 @@ import ctypes
 import os
 import select
 import signal
+import subprocess
+import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 from flashckpt.shm.persister_process import stat_of, state_of
 
@@ -162,8 +165,33 @@ def reap(pids: set[int]) -> None:
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
 
 
+_own: set[int] = set()
+_starting = threading.Lock()
+
+
+@contextlib.contextmanager
+def own_child(start: Callable[[], subprocess.Popen[Any]]) -> Iterator[subprocess.Popen[Any]]:
+    """Start a child whose exit code its owner wants: `reap_strays`, in another thread, leaves it alone within the block."""
+    with _starting:
+        child = start()
+        _own.add(child.pid)
+    try:
+        yield child
+    finally:
+        _own.discard(child.pid)
+
+
 def reap_strays(known: set[int]) -> int:
-    """Reap ended orphans that a subreaper inherited, except the children in `known`; return how many."""
+    """Reap ended orphans that a subreaper inherited, except the children in `known` and of `own_child`; return how many."""
+    if not _starting.acquire(blocking=False):  # what is being started may have ended, and its number is not known yet
+        return 0
+    try:
+        return _reap_but(known | _own)
+    finally:
+        _starting.release()
+
+
+def _reap_but(known: set[int]) -> int:
     reaped = 0
     while True:
         try:

@@ -19,9 +19,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any
 
 from flashckpt.core.records import pack
+from flashckpt.daemon.machine.process import own_child
 from flashckpt.environment import env
 from flashckpt.printable import printable
 
@@ -161,16 +163,24 @@ class Hook:
     def _run(self, raw: bytes) -> str:
         """Give a command the record on its standard input; return what went wrong."""
         environment = {name: value for name, value in os.environ.items() if name != "FLASHCKPT_JOB_SECRET"}
-        child = subprocess.Popen(
-            self._words, stdin=subprocess.PIPE, stdout=2, stderr=2, start_new_session=True, env=environment, cwd="/"
+        started = partial(
+            subprocess.Popen,
+            self._words,
+            stdin=subprocess.PIPE,
+            stdout=2,
+            stderr=2,
+            start_new_session=True,
+            env=environment,
+            cwd="/",
         )
-        try:
-            child.communicate(raw, timeout=DELIVERY_S)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait(DELIVERY_S)
-            return f"{self._words[0]} was killed after {DELIVERY_S:g} s"
+        with own_child(started) as child:
+            try:
+                child.communicate(raw, timeout=DELIVERY_S)
+            except subprocess.TimeoutExpired:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+                child.wait(DELIVERY_S)
+                return f"{self._words[0]} was killed after {DELIVERY_S:g} s"
         return f"{self._words[0]} ended with exit code {child.returncode}" if child.returncode else ""
 
     def _post(self, raw: bytes) -> str:

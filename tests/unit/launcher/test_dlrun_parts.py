@@ -7,13 +7,11 @@ import json
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,9 +32,16 @@ from flashckpt.daemon.launcher import budget, cli, failure, findings, hang, ledg
 from flashckpt.daemon.launcher.agent import DlrunAgent
 from flashckpt.daemon.launcher.rounds import JobNotes
 from flashckpt.daemon.launcher.watch import JobWatch
-from flashckpt.daemon.machine.process import adopt_parent, exit_code, thread_count
-from flashckpt.daemon.zygote import messages, server
-from flashckpt.errors import ConfigError, DamagedError
+from flashckpt.daemon.machine.process import (
+    adopt_parent,
+    exit_code,
+    own_child,
+    reap_strays,
+    thread_count,
+    zombies,
+)
+from flashckpt.daemon.zygote import server
+from flashckpt.errors import ConfigError
 from flashckpt.shm import agent_folder
 from flashckpt.shm.job_directory import JobDirectory
 
@@ -468,12 +473,6 @@ def test_hang_groups_equal_stacks_and_names_the_odd_rank() -> None:
     assert hang.odd_ranks([states[0], stopped, states[2]]) == [1]
 
 
-def test_changed_import_time_variable_is_named() -> None:
-    assert server.changed_at_import({"A": "1"}, {"A": "2", "RANK": "0"}) == ""
-    assert server.changed_at_import({}, {"LD_PRELOAD": "x"}) == "LD_PRELOAD"
-    assert server.changed_at_import({"PYTHONPATH": "x"}, {}) == "PYTHONPATH"
-
-
 def test_dlrun_has_one_thread_when_it_begins_whatever_the_user_says_of_threads() -> None:
     """numpy starts others at its import: the zygote would be a second interpreter, which imports all of torch again."""
     code = "import os, flashckpt.daemon.launcher.cli\nprint(len(os.listdir('/proc/self/task')))"
@@ -486,96 +485,6 @@ def test_dlrun_has_one_thread_when_it_begins_whatever_the_user_says_of_threads()
 def test_counts_below_0_are_refused(option: str) -> None:
     with pytest.raises(ConfigError, match=f"--{option} cannot be negative"):
         cli.run(cli.parse_args([f"--{option}=-1", "train.py"]))
-
-
-class _Ended(Exception):  # noqa: N818 -- dlrun is gone
-    pass
-
-
-@pytest.mark.parametrize(
-    ("is_brief", "asked", "order"),
-    [
-        (False, ["workers"], ["first", "later", "later", "ready", "fork"]),
-        (True, ["workers", "workers"], ["first", "ready", "fork", "fork", "later", "later"]),
-        (True, ["standby"], ["first", "ready", "later", "later", "standby"]),
-        (True, ["unfit"], ["first", "ready", "refused"]),
-    ],
-)
-def test_the_first_workers_of_few_do_not_wait_for_modules_that_not_every_script_needs(
-    is_brief: bool, asked: list[str], order: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done: list[str] = []
-    here, there = socket.socketpair()  # readable for as long as a request is left
-
-    def receive(sock: socket.socket) -> dict[str, Any]:
-        if not asked:
-            raise _Ended
-        name = asked.pop(0)
-        if not asked:
-            here.recv(1)
-        monkeypatch.setattr(server, "unfit", lambda: "a thread" if name == "unfit" else "")
-        return {"workers" if name == "unfit" else name: [{}]}
-
-    there.send(b"r")
-    modules = deque(["a", "b"])
-    monkeypatch.setattr(server, "later_modules", lambda: modules)
-    monkeypatch.setattr(
-        server, "preload", lambda names: done.append("first" if names is server.FIRST_MODULES else "later")
-    )
-    monkeypatch.setattr(server, "set_title", lambda *_: None)
-    monkeypatch.setattr(server, "_keep_shared", lambda: None)
-    monkeypatch.setattr(server, "unfit", lambda: "")
-    monkeypatch.setattr(server, "_announce", lambda *_: done.append("ready"))
-    monkeypatch.setattr(server, "_fork_asked", lambda *_: done.append("fork"))
-    monkeypatch.setattr(server, "_forked", lambda *_: done.append("standby"))
-    monkeypatch.setattr(messages, "receive", receive)
-    monkeypatch.setattr(messages, "send", lambda *_: done.append("refused"))
-    with pytest.raises(_Ended):
-        server.serve(here, 1, is_brief=is_brief)
-    assert done == order
-    here.close()
-    there.close()
-
-
-def test_process_with_a_second_thread_is_not_fit_to_be_forked() -> None:
-    code = (
-        "import threading, time\nfrom flashckpt.daemon.zygote import server as zygote\nbefore = zygote.unfit()\n"
-        "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\nprint([before, zygote.unfit()])"
-    )
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert output.strip() == "['', '2 threads after the imports, 1 expected']"
-
-
-def test_process_that_has_counted_its_gpus_is_not_fit_to_be_forked() -> None:
-    """torch marks it: in each of its forks the first use of a device raises."""
-    code = (
-        "import os, torch\nfrom flashckpt.daemon.zygote import server as zygote\nbefore = zygote.unfit()\n"
-        "parent = os.getpid()\ntorch.cuda._is_in_bad_fork = lambda: os.getpid() != parent\n"
-        "print([before, zygote.unfit()])"
-    )
-    environment = {**os.environ, **dict.fromkeys(server.ONE_THREAD, "1")}
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    assert output.stdout.strip() == "['', 'an import has asked the accelerator for its devices']"
-
-
-def test_messages_keep_bytes_that_are_not_utf8_and_end_with_the_peer() -> None:
-    here, there = socket.socketpair()
-    message = {"env": {"A": b"\xff\xfe".decode(errors="surrogateescape"), "B": "ü" * 10_000}}
-    messages.send(here, message)
-    assert messages.receive(there) == message
-    here.sendall(b"\x10" + bytes(7) + b"half")
-    here.close()
-    assert messages.receive(there) is None
-    there.close()
-
-
-def test_message_of_an_absurd_length_is_refused_before_memory_is_taken() -> None:
-    here, there = socket.socketpair()
-    with here, there:
-        here.sendall(b"\xff" * 8)
-        with pytest.raises(DamagedError, match="between dlrun and its zygote") as caught:
-            messages.receive(there)
-    assert f"a message of {2**64 - 1} bytes" in str(caught.value)
 
 
 def test_exit_code_tells_running_exited_and_killed() -> None:
@@ -598,6 +507,18 @@ def test_exit_code_tells_running_exited_and_killed() -> None:
     assert thread_count() >= 1
 
 
+def test_a_child_that_somebody_waits_for_keeps_its_exit_code_when_strays_are_reaped() -> None:
+    command = [sys.executable, "-S", "-c", "raise SystemExit(3)"]
+    with own_child(partial(subprocess.Popen, command)) as child:
+        wait_for(lambda: child.pid in zombies(), what="its end")
+        assert reap_strays(set()) == 0
+        assert child.wait() == 3
+    with own_child(partial(subprocess.Popen, command)) as child:
+        wait_for(lambda: child.pid in zombies(), what="its end")
+    assert reap_strays(set()) == 1
+    child.returncode = 3
+
+
 @pytest.mark.parametrize("reaped", [True, False])
 def test_worker_whose_launcher_died_while_it_was_forked_ends_at_once(reaped: bool) -> None:
     """It would otherwise wait for half a minute to become the child of a process that is no more."""
@@ -611,21 +532,6 @@ def test_worker_whose_launcher_died_while_it_was_forked_ends_at_once(reaped: boo
     pidfd = os.pidfd_open(pid)
     assert wait_for(partial(exit_code, pidfd), what="the worker's end", deadline_s=10) == 1
     os.close(pidfd)
-
-
-def test_stop_signal_sent_to_a_worker_that_is_still_being_forked_is_not_lost() -> None:
-    """The zygote ignores SIGTERM; a worker that inherited that would train on until it is killed."""
-    code = (
-        "import os, signal, sys\nfrom flashckpt.daemon.zygote import server as zygote\nfrom flashckpt.daemon.zygote.worker import run_worker\n"
-        "zygote._shield()\nworker = zygote._fork_workers([{}])\n"
-        "if isinstance(worker, dict):\n"
-        "    os.kill(os.getpid(), signal.SIGTERM)\n"
-        "    sys.exit(run_worker({'env': dict(os.environ), 'stdout': '', 'stderr': '', 'module': False, 'argv': ['/x']}))\n"
-        "print(os.waitstatus_to_exitcode(os.waitpid(worker[0], 0)[1]))"
-    )
-    become = "from flashckpt.daemon.machine.process import become_subreaper\nbecome_subreaper()\n"
-    result = subprocess.run([sys.executable, "-c", become + code], capture_output=True, text=True, check=False)
-    assert result.stdout.strip() == str(-signal.SIGTERM), result
 
 
 def notes_of(store: Any) -> JobNotes:

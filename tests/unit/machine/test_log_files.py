@@ -69,6 +69,21 @@ def test_the_log_is_copied_whole_through_a_turn_and_after_its_folder_has_gone(
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_the_next_persister_goes_on_with_the_copy(
+    shm_dir: Path, tmp_path: Path, streams: list[int], is_turned: bool
+) -> None:
+    path = shm_dir / "daemon.log"
+    for number in range(2):
+        os.write(streams[0], b"of %d\n" % number)
+        log = LogCopy(path)
+        log.follow(str(tmp_path))
+        log.close()
+        if is_turned:
+            turn_over(path, streams=streams, limit=1)
+    assert (tmp_path / "persister.log").read_text() == "of 0\nof 1\n"
+
+
 def test_a_short_job_has_its_log_copied_and_a_folder_that_is_not_there_is_named_once(
     shm_dir: Path, tmp_path: Path, streams: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
