@@ -132,7 +132,7 @@ class LogCopy:
             self._into = folder
             self._open()
             if folder:
-                self._go_on(Path(folder) / COPY_NAME)
+                self._resume(Path(folder) / COPY_NAME)
         while folder and self._source >= 0:
             while data := os.read(self._source, 1 << 20):
                 self._writing.place = f"{folder}/{COPY_NAME}"
@@ -141,7 +141,7 @@ class LogCopy:
                 return
             self._open()
 
-    def _go_on(self, copy: Path) -> None:
+    def _resume(self, copy: Path) -> None:
         """Leave out what the persister before has copied, unless the log was turned over since."""
         with contextlib.suppress(FileNotFoundError), copy.open("rb") as file:
             there = file.seek(0, os.SEEK_END)
