@@ -36,11 +36,12 @@ demo: setup  ## train 2x2x2 on real text, kill a rank, lose nothing
 
 # Files of the suite in so many processes side by side; many tests wait rather than compute. 1: one after the other.
 WORKERS ?= 2
-# Of each file of the long suites every sixth case, others with another K: SHARE=K/6. Nothing: all of them.
+# Of each file of the long suites every sixth case, others with another K: SHARE=K/6. Nothing: all of them, and of the
+# matrices of `make test` every fourth (SHARE=0/1: all).
 SHARE ?=
 SHARED = $(if $(SHARE),--share $(SHARE))
 test: setup  ## run the tests
-	$(BIN)/python -m pytest --workers $(WORKERS)
+	$(BIN)/python -m pytest --workers $(WORKERS) --matrix $(or $(SHARE),0/4)
 
 # Whole jobs on s3://, each once with s3fs as the default client and once with obstore
 S3_JOBS := tests/unit/session/test_wait.py tests/integration/trainer/trainer_start.py tests/integration/programs/programs_bench.py tests/unit/bench/test_bench_scratch.py

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import posixpath
 import re
 from pathlib import Path
@@ -49,6 +50,7 @@ def headings(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 
 
+@functools.cache
 def modules() -> set[str]:
     """Return every module and folder of the repository as a path without its suffix."""
     tops = ("flashckpt", "daemon", "sampler", "trainer", "extras", "tests", "benchmarks", "examples")

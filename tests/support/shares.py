@@ -1,6 +1,7 @@
 """`pytest --share K/N`: of each file's tests and their cases every Nth, from the Kth on; a file with fewer runs one.
 
 No file is left out, only cases: CI walks through the long suites commit by commit, a nightly run takes all.
+`--matrix K/N` takes every Nth only of what is marked `matrix`, the dear generated cases of `make test`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--share", type=share, metavar="K/N", help="of each file's cases every Nth, from the Kth on")
+    parser.addoption("--matrix", type=share, metavar="K/N", help="the same, of those that are marked `matrix` alone")
 
 
 def share(text: str) -> tuple[int, int]:
@@ -29,15 +31,22 @@ def share(text: str) -> tuple[int, int]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    wanted = config.getoption("--share")
-    if wanted is None:
-        return
-    kept: set[pytest.Item] = set()
-    for _, of_file in itertools.groupby(items, key=lambda item: item.path):
+    if wanted := config.getoption("--share"):
+        _keep_share(config, items, list(items), *wanted)
+    if wanted := config.getoption("--matrix"):
+        _keep_share(config, items, [item for item in items if item.get_closest_marker("matrix")], *wanted)
+
+
+def _keep_share(
+    config: pytest.Config, items: list[pytest.Item], shared: list[pytest.Item], number: int, of: int
+) -> None:
+    """Take from `items` those of `shared` that are not in the share."""
+    kept = set(items).difference(shared)
+    for _, of_file in itertools.groupby(shared, key=lambda item: item.path):
         cases: dict[object, list[pytest.Item]] = {}
         for item in of_file:
             cases.setdefault(_shared(item) or item, []).append(item)
-        kept.update(*chosen(list(cases.values()), *wanted))
+        kept.update(*chosen(list(cases.values()), number, of))
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 

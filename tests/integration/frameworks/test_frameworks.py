@@ -17,6 +17,7 @@ from integration.frameworks.verdict import judge
 QUICK = [case for case in CASES.values() if case.quick]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
 def test_exact_or_refused(case: Case, tmp_path: Path, shm_dir: Path) -> None:
     check(case, tmp_path, shm_dir)

@@ -19,6 +19,7 @@ def train(tmp_path: Path) -> Path:
     return script(tmp_path, TRAIN)
 
 
+@pytest.mark.matrix
 def test_zygote_killed_workers_live_on_and_the_next_life_has_a_new_one(tmp_path: Path, train: Path) -> None:
     """SIGKILL of the zygote costs no step; the restart after it forks from a new zygote."""
     with dlrun(tmp_path, "--nproc-per-node=2", "--max-restarts=1", train, tmp_path, 100000, 0.002) as launch:
@@ -93,6 +94,7 @@ def test_exception_in_one_rank_is_named_with_its_traceback_and_without_record(tm
     assert "Connection" not in output
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("body", "words"),
     [

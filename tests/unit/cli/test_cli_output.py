@@ -241,6 +241,7 @@ def test_inspect_shows_the_values_of_one_rank_and_counts_the_others() -> None:
 # -- standard streams ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 def test_a_closed_pipe_ends_a_command_quietly(root: str) -> None:
     reading, writing = os.pipe()
     os.close(reading)
@@ -260,6 +261,7 @@ def test_a_full_disk_behind_standard_output_is_an_error(root: str, as_json: list
         assert program(["ls", f"{root}/none"], stdout=subprocess.DEVNULL, stderr=full).returncode == 13
 
 
+@pytest.mark.matrix
 def test_closed_standard_streams_are_no_error_and_no_file_takes_their_place(root: str, tmp_path: Path) -> None:
     target = tmp_path / "out.safetensors"
     for redirect in (">&-", "2>&-", "<&- >&- 2>&-"):
@@ -274,6 +276,7 @@ def test_closed_standard_streams_are_no_error_and_no_file_takes_their_place(root
         assert (done.returncode, b"Traceback" in done.stderr) == (13, False)
 
 
+@pytest.mark.matrix
 def test_a_locale_without_unicode_and_a_file_name_that_is_no_text(tmp_path: Path) -> None:
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     environment.pop("HOME", None)

@@ -30,6 +30,7 @@ def _bounded_memory() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", TARGETS)
 def test_nothing_but_our_own_errors_comes_out_of_a_decoder(name: str, shm_dir: Path) -> None:
     target = TARGETS[name](shm_dir)

@@ -98,6 +98,7 @@ def restore_rank(rank: int, kind: str, root: str) -> dict[str, str]:
     return whole(dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)))
 
 
+@pytest.mark.matrix
 def test_saved_under_fsdp_loads_under_every_other_layout_and_verifies(tmp_path: Path) -> None:
     root = str(tmp_path / "root")
     (sums, *rest) = values(run_ranks(save_rank, 4, "fsdp", root, 7))
@@ -112,6 +113,7 @@ def test_saved_under_fsdp_loads_under_every_other_layout_and_verifies(tmp_path: 
     assert len(table.rows("model.0.weight")) == 4
 
 
+@pytest.mark.matrix
 def test_checkpointer_restores_what_dcp_saved(tmp_path: Path) -> None:
     root = str(tmp_path / "root")
     (sums, *_) = values(run_ranks(save_rank, 4, "fsdp_tp", root, 3))
@@ -149,6 +151,7 @@ def load_ours_rank(rank: int, kind: str, root: str) -> dict[str, str]:
     return whole(state)
 
 
+@pytest.mark.matrix
 def test_dcp_loads_what_a_checkpointer_wrote(tmp_path: Path) -> None:
     root = str(tmp_path / "root")
     (sums, *_) = values(run_ranks(checkpointer_rank, 2, "fsdp", root, timeout_s=90))
@@ -179,6 +182,7 @@ def test_killed_during_a_save_nothing_half_is_visible(tmp_path: Path, point: str
     assert torch.equal(found["model"]["w"], state["model"]["w"] if steps[0] == 1 else torch.zeros(300_000))  # type: ignore[index]
 
 
+@pytest.mark.matrix
 def test_one_rank_killed_nothing_is_visible_and_the_next_life_saves(tmp_path: Path) -> None:
     root = str(tmp_path / "root")
     results = run_ranks(save_rank, 2, "fsdp", root, 5, "save.before-index:1:rank1", timeout_s=30)

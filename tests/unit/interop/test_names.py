@@ -100,6 +100,7 @@ def restored(root: Path) -> Program:
     return program
 
 
+@pytest.mark.matrix
 def test_any_name_goes_through_every_format_and_back(tmp_path: Path, trained: Program, capsys: Captured) -> None:
     root = tmp_path / "root"
     assert restored(root).state() == trained.state()

@@ -201,6 +201,7 @@ class _Clock:
             self.changed.notify_all()
 
 
+@pytest.mark.matrix
 def test_three_daemons_of_different_speed_all_slower_than_the_interval_still_commit(
     nodes: list[FakeJob], monkeypatch: pytest.MonkeyPatch
 ) -> None:

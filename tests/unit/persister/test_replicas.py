@@ -280,6 +280,7 @@ RECEIVER = ["replica.after-begin", "replica.during-receive", "replica.before-com
 assert {*SENDER, *RECEIVER} == {p for p in CRASH_POINTS if p.startswith("replica.")}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("point", [*SENDER, *RECEIVER])
 def test_persister_killed_at_point_no_torn_replica_and_the_next_one_finishes(point: str, shm_dir: Path) -> None:
     """Node 0 decides and sends; the persister that is killed is that of node 1, which sends to node 0 and receives from it."""

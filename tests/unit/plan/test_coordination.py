@@ -103,6 +103,7 @@ def test_commit_and_retention(store: Store, asked: Counter[str], ranks: int) -> 
     assert asked.total() == costs(ranks, 1).retention_requests, asked
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("nodes", [2, 16, 128, 1100])  # more than one page of a listing
 def test_an_idle_node_asks_what_it_asks_whatever_their_number_and_a_commit_asks_each_once(nodes: int) -> None:
     counted = RequestStore()
@@ -126,6 +127,7 @@ def test_an_idle_node_asks_what_it_asks_whatever_their_number_and_a_commit_asks_
     assert counted.total <= nodes + 4 + nodes * 3 // 500
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("nodes", [2, 16, 128, 1100])
 def test_an_idle_minute_of_a_job_that_runs_is_a_look_per_node(nodes: int) -> None:
     jobs = job(nodes, 1, carries=True)
@@ -158,6 +160,7 @@ def test_a_node_alone_has_nobody_to_agree_with() -> None:
     assert made.commit_requests == 5
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("nodes", "ranks"), [(1, 8), (2, 8), (16, 4), (128, 1)])
 def test_requests_of_a_persist_are_those_of_all_persisters(
     nodes: int, ranks: int, monkeypatch: pytest.MonkeyPatch

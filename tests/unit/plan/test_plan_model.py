@@ -41,6 +41,7 @@ def test_published_base_rate_is_reproduced() -> None:
     assert job.memory_rate + job.storage_rate == pytest.approx(1 / job.mtbf_s)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("costs", [FAST, SLOW, STALLING], ids=["fast", "slow", "stalling"])
 @pytest.mark.parametrize("gpus", [1_024, 16_384, 100_000])
 def test_forecast_agrees_with_the_simulation_within_one_percent(costs: Costs, gpus: int) -> None:

@@ -213,6 +213,7 @@ def reads_alone(rank: int, root: str) -> list[str]:
     return sums(model, optimizer)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["ddp", "hsdp"])
 def test_four_ranks_persist_equal_parts_once_and_any_layout_reads_them(
     tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch, kind: str

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -66,6 +67,7 @@ def cut(draw: st.DrawFn, shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], 
     return boxes
 
 
+@pytest.mark.matrix
 @settings(deadline=None)
 @given(st.data(), st.lists(st.integers(1, 6), min_size=0, max_size=5))
 def test_what_is_found_covers_everything_that_was_wanted(data: st.DataObject, dims: list[int]) -> None:

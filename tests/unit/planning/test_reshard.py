@@ -93,6 +93,7 @@ def numbered(shape: tuple[int, ...], dtype: str) -> np.ndarray:
     return raw.view(np.dtype(f"V{size}")).reshape(shape)
 
 
+@pytest.mark.matrix
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_any_split_to_any_other_split_is_bit_for_bit(data: st.DataObject) -> None:
@@ -177,6 +178,7 @@ def test_damaged_row_is_left_out_and_the_next_source_is_used() -> None:
     assert list(plan_gaps(as_table([shard]), lost, tables, without={first, second}).gaps) == lost
 
 
+@pytest.mark.matrix
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_many_tensors_plan_as_each_of_them_alone(data: st.DataObject) -> None:

@@ -204,6 +204,7 @@ def test_every_scheduler_of_torch_is_here() -> None:
 CHANGED = {"split": ("w1", "w2", "b", "head"), "merged": ("wb", "head"), "added": (*BASE, "more"), "removed": BASE[:2]}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_groups_in_another_order_go_on_and_other_groups_are_refused(scheduler: str, tmp_path: Path) -> None:
     seen = taken(tmp_path, scheduler)

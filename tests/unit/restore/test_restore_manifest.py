@@ -245,6 +245,7 @@ def drawn(rank: int, root: str, steps: int) -> dict[str, Any]:
     return {"drawn": dict(drawn), "step": report and report.step, "values": [k for k in read if ".values." in k]}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("world", [3, 2], ids=["the same world", "a smaller one"])
 def test_generators_come_back_from_their_ranges_and_each_rank_reads_its_own(
     tmp_path: Path, shm_dir: Path, world: int, monkeypatch: pytest.MonkeyPatch

@@ -93,6 +93,7 @@ def test_optimizer_state_that_no_source_here_names_is_asked_for_unless_it_never_
     assert requirements(live, SourceNames(held), held).unnamed == ()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("then", "now"), [([0, 0, 1, 1], [0, 1]), ([0, 1], [2, 0, 2, 1]), ([0, 1], [0, 0, 0])], ids=str
 )
@@ -148,6 +149,7 @@ def dies_in_its_first_snapshot(rank: int, root: str) -> None:
     train_spread(rank, "plain", root, [0, 1], 4, crash_later="slot.before-complete:1:rank1")
 
 
+@pytest.mark.matrix
 def test_not_covered_exactly_the_missing_ranges_come_from_storage(tmp_path: Path) -> None:
     """FSDP over two nodes: what the lost node held of the newest snapshot is nowhere but in the checkpoint of that step."""
     del os.environ["FLASHCKPT_AGENT_DIR"]  # a daemon of its own per node
@@ -163,6 +165,7 @@ def test_not_covered_exactly_the_missing_ranges_come_from_storage(tmp_path: Path
     assert all(r["report"]["reseeded"] == [] for r in after)  # storage has every rank's values
 
 
+@pytest.mark.matrix
 def test_not_covered_and_not_committed_the_newest_covered_one_is_taken_and_said(tmp_path: Path) -> None:
     """Step 3 is lost with the node, step 2 is on storage: all ranks restore it and name what was passed over."""
     del os.environ["FLASHCKPT_AGENT_DIR"]

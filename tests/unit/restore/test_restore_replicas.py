@@ -38,6 +38,7 @@ def tier_sum(results: list[dict[str, Any]], tier: str) -> int:
     return sum(one["report"]["tiers"].get(tier, 0) for one in results)
 
 
+@pytest.mark.matrix
 def test_node_replaced_its_state_comes_from_its_partner_with_its_generators_and_no_byte_from_storage(
     tmp_path: Path,
 ) -> None:

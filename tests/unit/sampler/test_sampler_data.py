@@ -358,6 +358,7 @@ def s3() -> Iterator[Server]:
         yield server
 
 
+@pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker processes:UserWarning")
 @pytest.mark.parametrize("workers", [0, 2, 4])
 def test_every_format_is_read_from_s3_in_loader_workers(s3: Any, tmp_path: Any, documents: Any, workers: Any) -> None:

@@ -66,6 +66,7 @@ def check_step(parts: list[Any], batch: int) -> list[int]:
     return merged
 
 
+@pytest.mark.matrix
 @settings(max_examples=150, deadline=None)
 @given(n=st.integers(3, 60), batch=st.integers(1, 17), worlds=WORLDS, tail=st.sampled_from(["span", "pad", "drop"]))
 def test_every_sample_once_over_any_worlds(

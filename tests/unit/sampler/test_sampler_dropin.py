@@ -127,6 +127,7 @@ def test_replicas_share_the_data_without_overlap() -> None:
 # -- torchdata, test_state_dict.py
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize(("workers", "every"), [(0, 1), (2, 1), (2, 3)])
 def test_interrupt_anywhere_and_resume(batched: Any, workers: Any, every: Any) -> None:

@@ -63,6 +63,7 @@ def test_states_written_before_the_end_of_an_epoch_was_recorded_are_read() -> No
     assert trained(sampler_at(state), 2)[0][0] == unbroken(N, 0, 28)[24:28]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("tail", "workers"), [("span", 0), ("span", 2), ("short", 0), ("pad", 0), ("drop", 0)])
 @pytest.mark.parametrize("has_epochs", [True, False])
 def test_a_loop_that_fetches_ahead_over_the_end_of_an_epoch_repeats_nothing(

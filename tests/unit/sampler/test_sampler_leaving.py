@@ -119,6 +119,7 @@ def test_every_sample_comes_once_however_a_loop_leaves_its_loader_and_begins_aga
     run(actions, n, size, tail, micro=micro)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("persistent", "micro", "tail"), [(False, False, "span"), (True, False, "short"), (False, True, "short")]
 )

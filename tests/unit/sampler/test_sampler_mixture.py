@@ -76,6 +76,7 @@ def test_it_reads_like_a_data_set() -> None:
         mixed[5]
 
 
+@pytest.mark.matrix
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_resumes_weight_changes_skips_and_resizes_keep_every_source_exact(data: Any) -> None:

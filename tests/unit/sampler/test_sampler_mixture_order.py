@@ -61,6 +61,7 @@ def test_ids_and_counts_are_those_of_one_source_at_a_time(data: Any, order: Orde
         assert stream.counts(position, SkippedSpans(spans=spans.spans)) == plain.counts(position, spans)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_thousand_sources_in_every_world_through_changes_and_a_restart(order: Order) -> None:
     """Samples of all replicas together are the plain order, with weights that change, spans skipped, and a resume."""

@@ -61,6 +61,7 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("kind", "options"), KINDS)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_loop_that_takes_more_than_it_commits_is_told_at_its_second_step(
@@ -78,6 +79,7 @@ def test_a_loop_that_takes_more_than_it_commits_is_told_at_its_second_step(
         assert sampler.position == MICRO * committed * ranks, "the second step was not counted"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("kind", "options"), KINDS)
 def test_a_loop_that_takes_less_than_it_commits_is_told_at_its_first_step(kind: str, options: dict[str, Any]) -> None:
     sampler = ElasticSampler(N, dp_rank=0, dp_size=1, global_batch_size=MICRO * 4)
@@ -87,6 +89,7 @@ def test_a_loop_that_takes_less_than_it_commits_is_told_at_its_first_step(kind: 
     assert sampler.position == 0
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("kind", "options"), KINDS)
 @pytest.mark.parametrize("tail", ["span", "short", "pad", "drop"])
 def test_a_loop_that_accumulates_what_it_commits_is_not(kind: str, options: dict[str, Any], tail: str) -> None:
@@ -143,6 +146,7 @@ WRAPPED: dict[str, Callable[[Any], Iterator[Any]]] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("wrapped", WRAPPED)
 @pytest.mark.parametrize("options", [{}, {"workers": 2}])
 @pytest.mark.parametrize("ramp_up", [(), [(64, 16), (96, 24), (160, 32)]])
@@ -156,6 +160,7 @@ def test_a_loop_that_fetches_ahead_is_not(wrapped: str, options: dict[str, Any],
     batches.close()  # type: ignore[attr-defined]  # a generator
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("options", [{}, {"workers": 2}])
 @pytest.mark.parametrize("deepest", [2, 3, 15])
 @pytest.mark.parametrize("by", [1, 2])

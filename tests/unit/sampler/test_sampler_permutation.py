@@ -82,6 +82,7 @@ def assert_bijection(core: Bijection, n: int) -> None:
     assert np.array_equal(core.backward_array(values), everything), n
 
 
+@pytest.mark.matrix
 def test_every_length_up_to_4096_is_visited_exactly_once() -> None:
     """Both the table that ships for small n and the network, which ships from 65536 on."""
     for n in range(1, 4097):
@@ -90,6 +91,7 @@ def test_every_length_up_to_4096_is_visited_exactly_once() -> None:
             assert_bijection(Network(n, derive_keys(n)[:ROUNDS]), n)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("n", [n for n in EDGES if n >= 4096])
 def test_lengths_around_powers_of_two_are_visited_exactly_once(n: Any) -> None:
     for core in ([Table(n, derive_keys(n))] if n < TABLE_BELOW else []) + [Network(n, derive_keys(n)[:ROUNDS])]:
@@ -253,6 +255,7 @@ def as_shipped(n: int, key: int) -> Bijection:
     return Permutation(n, key).core
 
 
+@pytest.mark.matrix
 def test_battery_finds_no_pattern_in_what_ships() -> None:
     scores = np.array(battery(as_shipped, small=(5, 16, 37, 256), large=LARGE))
     assert np.abs(scores).max() < 4.5, np.sort(np.abs(scores))[-5:]

@@ -312,6 +312,7 @@ def test_rows_of_parquet_are_waited_for(server: Server, clock: Clock, monkeypatc
     assert clock.waits == [0.5, 1.0]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["parquet", "datasets"])
 def test_a_data_set_that_breaks_off_at_any_request_is_read_to_its_end(kind: str, server: Server, clock: Clock) -> None:
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")

@@ -57,6 +57,7 @@ def drawn(ranks: int, steps: int, *, data: Any = None, state: Any = None, **load
     return found, samplers[0].state_dict()
 
 
+@pytest.mark.matrix
 def test_the_same_samples_for_any_ranks_workers_and_restart() -> None:
     whole, _ = drawn(1, 15)  # two epochs and a half
     assert drawn(2, 15)[0] == whole

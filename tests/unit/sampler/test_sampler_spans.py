@@ -27,6 +27,7 @@ def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spans_module, "MOST", 4)
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("short_runs")
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())

@@ -195,6 +195,7 @@ def test_a_meta_tensor_is_refused_before_training(tmp_path: Path) -> None:
         opened(tmp_path, model=nn.Linear(2, 2, device="meta"))
 
 
+@pytest.mark.matrix
 def test_twenty_thousand_tensors_are_staged_and_restored(tmp_path: Path) -> None:
     model = nn.ParameterList([torch.full((3,), float(i)) for i in range(20_000)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

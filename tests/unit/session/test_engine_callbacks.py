@@ -175,6 +175,7 @@ def test_a_log_that_cannot_be_written_ends_nothing(tmp_path: Path, full: None) -
     assert Full.lines > 4
 
 
+@pytest.mark.matrix
 def test_standard_streams_that_are_full_or_closed_end_nothing(tmp_path: Path) -> None:
     """A program of its own, whose output goes to /dev/full, and one that has closed both."""
     import os

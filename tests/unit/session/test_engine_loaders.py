@@ -88,11 +88,13 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", CASES)
 def test_killed_in_an_epoch_and_at_its_end_the_rest_is_that_of_the_unbroken_run(case: str, tmp_path: Path) -> None:
     assert_exact(tmp_path, 3, END_OF_EPOCH, **CASES[case])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(("stateful", "loop"), [("alone", "epochs"), ("alone", "forever"), ("both", "epochs")])
 def test_a_stateful_loader_tracked_as_an_object(stateful: str, loop: str, workers: int, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ def unbroken(kind: str, world: int, steps: int) -> list[dict[str, Any]]:
     return values(run_ranks(train, world, kind, None, steps))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("kind", "world"), [("ddp", 2), ("fsdp", 2), ("fsdp", 3), ("tp", 2), ("fsdp_tp", 4), ("hsdp", 4)]
 )
@@ -52,6 +53,7 @@ def dies(rank: int, root: str, point: str, times: int) -> dict[str, Any]:
     return train(rank, "plain", root, 9, crash=f"{point}:{times}:rank1")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("point", SLOT_POINTS)
 def test_one_rank_killed_at_a_point_of_its_fourth_snapshot_leaves_an_earlier_one_of_all_ranks(
     point: str, tmp_path: Path
@@ -70,6 +72,7 @@ def test_one_rank_killed_at_a_point_of_its_fourth_snapshot_leaves_an_earlier_one
         assert one["losses"] == {s: all_["losses"][s] for s in one["losses"]}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("point", ["restore.before-read", "restore.before-lineage", "restore.after-lineage"])
 def test_one_rank_killed_while_it_restores_leaves_the_same_restore_point(point: str, tmp_path: Path) -> None:
     values(run_ranks(train, 2, "plain", str(tmp_path), 4))
@@ -122,6 +125,7 @@ def full_state(rank: int, root: str) -> str:
     return text
 
 
+@pytest.mark.matrix
 def test_snapshots_of_two_sharded_ranks_restore_into_three_plain_ones_from_memory(tmp_path: Path) -> None:
     values(run_ranks(train, 2, "fsdp", str(tmp_path), 3))
     sharded = values(run_ranks(full_state, 2, str(tmp_path)))
@@ -177,6 +181,7 @@ def test_replicas_that_were_declared_equal_and_differ_are_an_error_that_names_th
         assert "model.bias" in text
 
 
+@pytest.mark.matrix
 def test_memory_is_gone_and_storage_takes_its_place(
     tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,6 +298,7 @@ def steps_bare(rank: int, root: str) -> dict[str, float]:
     return ckpt._session.stats
 
 
+@pytest.mark.matrix
 def test_from_the_second_snapshot_on_nothing_is_planned_and_no_collective_is_run(tmp_path: Path) -> None:
     for stats in values(run_ranks(steps_bare, 2, str(tmp_path))):
         assert stats["snapshots"] == 4

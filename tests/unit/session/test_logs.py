@@ -56,6 +56,7 @@ def test_notices_are_on_standard_error_and_nothing_is_set_up(tmp_path: Path) -> 
     assert "[flashckpt] restored step 1 " in err
 
 
+@pytest.mark.matrix
 def test_a_program_with_logging_of_its_own_gets_records(tmp_path: Path) -> None:
     out, err = run(tmp_path, "logging.basicConfig(level=logging.INFO, format='mine %(name)s %(message)s')")
     assert out == "handlers 0 1 level 0 20\n"
@@ -64,6 +65,7 @@ def test_a_program_with_logging_of_its_own_gets_records(tmp_path: Path) -> None:
     assert "restored" not in run(tmp_path / "b", "logging.basicConfig()")[1], "its level is WARNING"
 
 
+@pytest.mark.matrix
 def test_a_level_without_handlers_is_obeyed_and_a_broken_standard_error_is_no_error(tmp_path: Path) -> None:
     assert "restored" not in run(tmp_path / "a", "logging.getLogger('flashckpt').setLevel(logging.ERROR)")[1]
     assert "restored" not in run(tmp_path / "b", "logging.disable(logging.INFO)")[1]

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from support.engine import net
@@ -48,6 +49,7 @@ def rank_of_a_node(rank: int, folder: str) -> list[list[str]]:
     return seen
 
 
+@pytest.mark.matrix
 def test_while_ranks_live_no_proposal_lies_on_the_root_and_all_commit(tmp_path: Path) -> None:
     results = run_ranks(rank_of_a_node, NODES, str(tmp_path), timeout_s=110)
     assert all(result.ok for result in results), [result.error for result in results]

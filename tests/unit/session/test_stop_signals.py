@@ -158,6 +158,7 @@ def in_worker(name: str, times: int, after: int, step: int, paused: int, how: st
     return end_of(spawned if how == "spawned" else forked)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("how", ["forked", "spawned"])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(

@@ -243,6 +243,7 @@ def test_a_snapshot_that_cannot_be_taken_any_more_is_said_and_the_newest_one_is_
     crash(ckpt)
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("default_client")
 def test_s3_blip_between_two_waits_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused credentials and a server that is gone, through a real proxy; then all is well again."""
@@ -317,6 +318,7 @@ def test_steps_restored_from_memory_before_the_first_persist_step_are_not_waited
         assert trained(tmp_path / "root", 4, wait_s=0.2)[0] == restored
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("last", [5, 7], ids=["of a persist step", "of another step"])
 def test_what_was_restored_from_memory_is_waited_for_until_it_is_on_storage(tmp_path: Path, last: int) -> None:
     root = tmp_path / "root"

@@ -111,6 +111,7 @@ def test_a_node_that_knows_all_about_its_snapshots_sends_nothing(shm_dir: Path, 
     assert store.requests == {"multi_get": 1}, "one node looks for what others have to say, with one request"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("nodes", [2, 16, 128, 2048])
 def test_a_snapshot_costs_each_node_the_same_few_requests(shm_dir: Path, store: Any, nodes: int) -> None:
     everybody = job(shm_dir, store, nodes)
@@ -210,6 +211,7 @@ def test_a_store_that_fails_is_logged_once_and_tried_again(shm_dir: Path, caplog
 POINTS = [name for name in CRASH_POINTS if name.startswith("acks.")]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("hit", [1, 2, 3])
 @pytest.mark.parametrize("point", POINTS)
 def test_a_relay_killed_at_any_point_leaves_what_was_known_or_what_is_known_now(

@@ -149,6 +149,7 @@ def test_another_users_file_of_that_name_costs_only_the_name(path: Path, monkeyp
 # -- nobody takes it away -----------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kill", [False, True])
 @pytest.mark.parametrize("python", pythons(), ids=lambda path: Path(path).name)
 def test_a_stranger_who_attaches_and_ends_takes_no_snapshot_along(path: Path, python: str, kill: bool) -> None:

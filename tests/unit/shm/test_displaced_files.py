@@ -119,6 +119,7 @@ def test_no_use_of_a_job_directory_waits_or_fails_without_a_word(kind: str) -> N
                 call()
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("agent_of_the_test")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_starts_and_steps_or_says_what_is_wrong(kind: str, tmp_path: Path) -> None:
@@ -161,6 +162,7 @@ def _filled(root: Path) -> None:
     store.put("intents/1-30.0", b"x")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_use_of_a_root_waits_or_fails_without_a_word(kind: str, tmp_path: Path) -> None:
     _filled(tmp_path / "names")

@@ -123,6 +123,7 @@ def test_shell_that_cannot_fork_is_said_and_tried_again(
     owned.until(owned.running, "a persister")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("why", CANNOT_START)
 def test_persister_that_cannot_start_is_one_line_a_status_and_fewer_and_fewer_starts(
     owned: Owned, why: str, caplog: pytest.LogCaptureFixture
@@ -156,6 +157,7 @@ def test_request_to_retry_ends_the_pause_before_the_next_start(owned: Owned, mon
     owned.until(lambda: owned.starts > starts, "another start")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("how", "times"), [(signal.SIGKILL, 1), (signal.SIGKILL, 3), (signal.SIGSTOP, 2)])
 def test_persister_that_was_killed_or_stopped_is_replaced_and_never_two_run(
     owned: Owned, how: int, times: int, caplog: pytest.LogCaptureFixture

@@ -336,6 +336,7 @@ def test_listing_goes_on_where_a_directory_vanishes(shm_dir: Path, monkeypatch: 
     assert [path.name for path in private_directories(shm_dir)[0]] == ["a", "b", "c"]
 
 
+@pytest.mark.matrix
 def test_dlrun_with_closed_standard_streams_or_without_memory_of_its_own(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(f"print('x')\nopen({str(tmp_path / 'done')!r}, 'w').close()")

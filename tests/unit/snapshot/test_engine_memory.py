@@ -126,6 +126,7 @@ except JobInUseError as error:
 """
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("width", [3, 7])
 def test_the_same_job_id_twice_is_refused_naming_the_holder_whatever_the_layout(
     width: int, tmp_path: Path, shm_dir: Path

@@ -171,6 +171,7 @@ def test_the_same_on_a_device(kind: str, tmp_path: Path, monkeypatch: pytest.Mon
     assert all("a write that torch does not count" in str(error) for error in failures)
 
 
+@pytest.mark.matrix
 def test_blocks_of_a_tensor_lie_in_it_and_reach_all_of_it() -> None:
     for shape in [(), (1,), (7,), (3, 5), (2, 3000), (4, 2, 9)]:
         tensor = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)

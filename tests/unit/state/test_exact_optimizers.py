@@ -152,6 +152,7 @@ KINDS: dict[str, Any] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 def test_state_that_nobody_foresaw_comes_back_bit_for_bit(kind: str, tmp_path: Path) -> None:
     def build() -> tuple[nn.Module, Any]:

@@ -111,6 +111,7 @@ def restored(root: Path, recorded: Any, live: Any) -> None:
     crash(opened(root, thing=live))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", [Faithful, Taking, Lazy, LazyPart, Renewed])
 @pytest.mark.parametrize("value", VALUES)
 def test_what_takes_its_state_sooner_or_later_is_not_refused(kind: type[Faithful], value: str, tmp_path: Path) -> None:

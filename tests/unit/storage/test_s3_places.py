@@ -117,6 +117,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stub: Stub) -> pytes
     return monkeypatch
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("source", SOURCES)
 def test_both_clients_go_where_botocore_goes(config: pytest.MonkeyPatch, stub: Stub, source: str, client: str) -> None:
@@ -141,6 +142,7 @@ def test_both_clients_go_where_botocore_goes(config: pytest.MonkeyPatch, stub: S
     store.close()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("source", PUBLIC)
 def test_public_service_is_the_one_of_botocore(config: pytest.MonkeyPatch, source: str) -> None:
     import botocore.session
@@ -157,6 +159,7 @@ def test_public_service_is_the_one_of_botocore(config: pytest.MonkeyPatch, sourc
         assert store._client() is None
 
 
+@pytest.mark.matrix
 def test_what_only_botocore_knows_goes_through_it(config: pytest.MonkeyPatch) -> None:
     config.setenv("AWS_DEFAULT_REGION", "eu-x")
     assert address_of("bucket", {}).is_plain

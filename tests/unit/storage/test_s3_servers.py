@@ -55,6 +55,7 @@ def steps_of(store: Store) -> list[int]:
     return [info.step for info in list_checkpoints(store)][::-1]
 
 
+@pytest.mark.matrix
 @both
 @pytest.mark.parametrize("lack", LACKS, ids=named)
 def test_whole_life_of_a_root(
@@ -129,6 +130,7 @@ def asks(store: Store) -> dict[str, Callable[[], object]]:
     }
 
 
+@pytest.mark.matrix
 @both
 def test_exit_code_says_whether_trying_again_can_help_whatever_was_asked(client: str) -> None:
     """The same for the root and for an object in it: what a server does not have today it does not have tomorrow."""
@@ -204,6 +206,7 @@ def test_refused_abort_does_not_hide_that_the_upload_failed(client: str, refusal
         store.close()
 
 
+@pytest.mark.matrix
 @both
 def test_root_that_was_copied_to_a_bucket_loses_nothing_to_the_sweep(client: str, tmp_path: Path) -> None:
     """In the order of a plain copy, with its times; in the middle of it, after it, and with a job that begins there."""

@@ -41,6 +41,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     opened.close()
 
 
+@pytest.mark.matrix
 class TestConformance:
     """One class for all backends; a server that is not a mock runs the same tests by `make test-s3`."""
 

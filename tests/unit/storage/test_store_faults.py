@@ -104,6 +104,7 @@ class Refusing(http.server.BaseHTTPRequestHandler):
         """Say nothing."""
 
 
+@pytest.mark.matrix
 @both
 @pytest.mark.parametrize("code", ["InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "AccessDenied"])
 def test_refused_credentials_are_named_without_retries(backend: str, code: str) -> None:

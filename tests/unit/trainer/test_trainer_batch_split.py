@@ -61,6 +61,7 @@ def test_rows_of_a_layout(batch: int, world: int, parallel: Any, micro_batches: 
     assert found.divisor == pytest.approx(batch / found.dp / rows)
 
 
+@pytest.mark.matrix
 def test_where_the_batch_divides_means_are_divided_by_the_number_of_micro_batches_to_the_bit() -> None:
     for dp in range(1, 40):
         for micro_batches in range(1, 40):

@@ -95,6 +95,7 @@ SHOWN = {"llama3-8b": "trainer.md", "llama3-405b": "trainer-dry-run.md"}
 """Pages that show the table of a configuration."""
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_a_shipped_configuration_holds_what_its_ranks_hold_when_they_are_built(
     path: Path, monkeypatch: pytest.MonkeyPatch

@@ -44,6 +44,7 @@ def test_the_last_column_of_targets_is_of_the_row() -> None:
         assert part[:, -1].tolist() == targets[:, -1].tolist()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("has_documents", [False, True])
 @pytest.mark.parametrize("window", [0, 5])
 def test_attention_of_a_part_is_a_part_of_attention(

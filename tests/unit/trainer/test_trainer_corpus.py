@@ -24,6 +24,7 @@ def stdlib(tmp_path_factory: Any) -> Any:
     return folder, prepare_corpus(folder, ["stdlib"], 20)
 
 
+@pytest.mark.matrix
 def test_the_python_library_gives_three_channels_in_two_splits(stdlib: Any) -> None:
     folder, index = stdlib
     tokens = {(e["split"], e["channel"]): e["tokens"] for e in index["sets"].values()}

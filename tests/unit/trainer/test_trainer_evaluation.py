@@ -159,6 +159,7 @@ def test_two_tokenizers_of_one_text_compare_by_bits_per_byte(tmp_path: Path) -> 
     assert found["words"][0] > found["bpe"][0] > found["bytes"][0]
 
 
+@pytest.mark.matrix
 def test_batches_weigh_their_tokens_not_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The result does not depend on how windows are put into batches, though the last one is nearly empty."""
     config = run_of(tmp_path)

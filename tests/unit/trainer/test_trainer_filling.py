@@ -62,6 +62,7 @@ def config_of(folder: Path, parallel: Any, model: Any) -> Any:
     return to_values(run_config(folder, model=model, parallel=parallel, train=train))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_weights_are_the_whole_models_to_the_bit(name: str, tmp_path: Path) -> None:
     world, parallel, model = LAYOUTS[name]
@@ -102,6 +103,7 @@ def memory(key: str) -> int:
     return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith(f"{key}:"))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("parallel", [{}, {"tp": 2, "dp_shard": 2}, {"pp": 2, "dp_shard": 2}], ids=["fsdp", "tp", "pp"])
 def test_the_peak_of_a_start_is_the_shard(parallel: Any, tmp_path: Path) -> None:
     model = {"dim": 512, "heads": 8, "kv_heads": 8, "ffn": 2048, "layers": 4, "vocab": 32768}
@@ -131,6 +133,7 @@ def run_counted(_rank: int, config_values: Any) -> Any:
         return {"code": code, "filled": sum(written), "done": trainer.done}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("parallel", [{}, {"dp_replicate": 2}], ids=["fsdp", "replicas"])
 def test_a_start_that_restores_fills_nothing(parallel: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("FLASHCKPT_SHM_DIR", str(tmp_path))

@@ -16,6 +16,7 @@ TOKENS = 40
 DOCUMENTS = torch.tensor([[0] * 13 + [1] * 27, [3] * 40, [0, 1, 2, 3] + [4] * 36])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one-document", "several"])
 @pytest.mark.parametrize("window", [0, 7])
 @pytest.mark.parametrize("kv_heads", [4, 2])

@@ -68,6 +68,7 @@ def model_of(config: ModelConfig, length: int = LENGTH) -> Transformer:
 # -- the cache
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("steps", [[LENGTH], [1] * LENGTH, [7, 1, 1, 4, 1, 9, 1]], ids=["whole", "one by one", "mixed"])
 @torch.no_grad()
@@ -272,6 +273,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, capsys: Any) ->
     assert "is not that of the model" in capsys.readouterr().err
 
 
+@pytest.mark.matrix
 def test_a_reader_that_has_seen_enough_ends_it_quietly(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "hf", replace(MODELS["plain"], context=4000))
     command = [sys.executable, "-m", "flashckpt.trainer", "generate", str(folder), "ab", "--max-tokens", "3000"]

@@ -173,6 +173,7 @@ def test_the_byte_tokenizer_has_each_byte_once() -> None:
 # -- there and back
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
 def test_import_and_export_keep_every_bit(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -393,6 +394,7 @@ def digests(folder: Path, source: list[str], world: int, parallel: Any, **sectio
     return values(run_ranks(train_rank, world, to_values(config), 2, timeout_s=100))
 
 
+@pytest.mark.matrix
 def test_a_run_begins_with_the_weights_it_is_given_in_any_layout(tmp_path: Path) -> None:
     model = {
         name: getattr(MODELS["qwen2"], name)

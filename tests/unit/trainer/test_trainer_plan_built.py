@@ -46,6 +46,7 @@ def is_as_built(config: RunConfig, layout: Layout) -> None:
         assert abs(slot.slot_bytes - there.slot) <= PAGES
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("world", "parallel", "model"),
     [
@@ -64,6 +65,7 @@ def test_bytes_of_odd_layouts_are_those_of_ranks_that_are_built(world: int, para
     is_as_built(config, resolve_layout(config, world))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("parallel", [{"ep": 2}, {"ep": 1}, {"ep": 2, "tp": 2}, {"ep": 4}, {}])
 def test_what_is_gathered_of_experts_is_what_a_built_rank_gathers(parallel: Any) -> None:
     train = {"global_batch": 24, "precision": "float32"}
@@ -80,6 +82,7 @@ def test_what_is_gathered_of_experts_is_what_a_built_rank_gathers(parallel: Any)
 THREE = {**SPARSE, "experts": 3}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("optim", "ema", "world", "parallel", "model"),
     [
@@ -135,6 +138,7 @@ def _key(tensor: Tensor) -> int:
 MODES = ("none", "ffn", "every:2", "full", "groups:2", "selective")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("mode", "vocab", "chunk"),
     [*((mode, vocab, 0) for mode in MODES for vocab in (256, 4096)), ("none", 4096, 32), ("full", 4096, 64)],
@@ -229,6 +233,7 @@ def test_what_is_moved_to_host_memory_is_the_formula_to_the_byte(
     assert needed.activations + weights == pytest.approx(live.device_peak, rel=0.1)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("optim", "more", "world", "parallel", "model"),
     [
