@@ -32,6 +32,8 @@ from flashckpt.shm.messages import NO_MESSAGE, MessageFiles, OutgoingMessage
 _PREFIX = "flashckpt/acks"
 RESTS = 8
 """Turns after which a node that rests looks for a new message: as many seconds."""
+AGAIN = 16
+"""Turns with requests after which records are sent once more: what got lost without an error would be waited for for ever."""
 SHORTEST_S, LONGEST_S = 0.001, 1.0
 """Seconds between two turns: after something was published, and at most; each is twice the one before."""
 CLOSE_S = 1.0
@@ -84,7 +86,7 @@ class AckRelay:
         self._nodes = [f"{_PREFIX}/g{generation}/r{rank}" for rank in firsts] if first == firsts[0] else []
         self._published: tuple[GroupAcks, bytes] | None = None
         self._sent_to_all = b""  # aggregator: what is in the job's record of its persister
-        self._rested = 0
+        self._rested, self._turns = 0, 0
         self._present: set[str] = set()  # keys of which one is known to exist; none is ever deleted
         self._seen: frozenset[bytes] = frozenset()
         self._job = NOBODY
@@ -101,11 +103,13 @@ class AckRelay:
         if self._may_rest(mine, outgoing):
             self._deliver(self._received)
             return True
-        if (mine, outgoing.message) != self._published:
+        self._turns += 1
+        is_due = self._turns % AGAIN == 0
+        if is_due or (mine, outgoing.message) != self._published:
             crash_point("acks.before-node")
             self._store.set(self._own, frame(encode_group(mine)) + outgoing.message)
             self._published = mine, outgoing.message
-        job, received = self._aggregate(outgoing) if self._nodes else self._fetch()
+        job, received = self._aggregate(outgoing, is_due=is_due) if self._nodes else self._fetch()
         if job != self._job:
             self._control.publish_job_acks(self._generation, encode_group(job))
             self._job = job
@@ -130,16 +134,16 @@ class AckRelay:
             with contextlib.suppress(OSError):  # no room: the persister receives nothing, and asks the root
                 self._messages.deliver(self._generation, received)
 
-    def _aggregate(self, outgoing: OutgoingMessage) -> tuple[GroupAcks, tuple[bytes, ...]]:
+    def _aggregate(self, outgoing: OutgoingMessage, *, is_due: bool) -> tuple[GroupAcks, tuple[bytes, ...]]:
         """Return the record of the job and the messages of all nodes; publish it where it has changed."""
         records = [split(bytes(raw)) for raw in self._read(self._nodes)]
         distinct = frozenset(acks for acks, _ in records)  # most nodes say the same
         received = tuple(message for _, message in records if message)
-        if not distinct or (distinct == self._seen and outgoing.message == self._sent_to_all):
+        if not distinct or (not is_due and distinct == self._seen and outgoing.message == self._sent_to_all):
             return self._job, received
         whole = merge_acks(decode_group(raw) for raw in distinct)
         job = GroupAcks(is_whole=whole.is_whole, common=whole.common, lacked=whole.lacked)  # what ranks ask for
-        if job != self._job or outgoing.message != self._sent_to_all:
+        if is_due or job != self._job or outgoing.message != self._sent_to_all:
             crash_point("acks.before-job")
             self._store.set(self._job_key, frame(encode_group(job)) + outgoing.message)
         self._seen, self._open, self._sent_to_all = distinct, whole.open, outgoing.message

@@ -30,4 +30,6 @@ SEEDS = [
          [Fault(11.72, "kill rank"), Fault(24.10, "kill rank"), Fault(34.08, "kill agent"), Fault(34.20, "kill rank"),
           Fault(44.12, "kill agent"), Fault(47.31, "kill rank", 1), Fault(47.49, "kill rank", 1), Fault(52.28, "kill rank"),
           Fault(54.32, "kill agent", 1), Fault(57.03, "kill rank", 1)]),
+    Seed("liveness", 700002023, Setup(nodes=2, slots=2, step_s=1.0, persist_every=5, copy_s=0.8, latency_s=0.15),
+         [Fault(19.22, "kill rank", 427, 0.27), Fault(84.85, "cut one way", 984, 0.43)]),
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from datetime import timedelta
@@ -15,7 +16,7 @@ from support.relays import CountedStore, RelayedNode
 
 from flashckpt import faults
 from flashckpt.faults import CRASH_POINTS
-from flashckpt.shm.ack_relay import RelayThread
+from flashckpt.shm.ack_relay import AGAIN, RelayThread
 from flashckpt.shm.acks import NOBODY, common_of, encode_group, job_acks
 
 
@@ -64,6 +65,20 @@ def test_ranks_of_different_nodes_that_lost_different_snapshots_do_not_wait_for_
     b.publish(45, 40)
     turn(a, b, a, b)
     assert a.known() == b.known() == ([40], {45})
+
+
+@pytest.mark.parametrize("lost", range(3))
+def test_a_record_that_the_store_lost_without_an_error_is_sent_again(
+    shm_dir: Path, store: Any, monkeypatch: Any, lost: int
+) -> None:
+    keep, sent = store.set, itertools.count()
+    monkeypatch.setattr(store, "set", lambda key, value: None if next(sent) == lost else keep(key, value))
+    a, b = job(shm_dir, store, nodes=2)
+    for node in (a, b):
+        node.publish(10)
+    for _ in range(2 * AGAIN):
+        turn(a, b)
+    assert a.known() == b.known() == ([10], set())
 
 
 def test_records_of_a_dead_generation_do_not_count(shm_dir: Path, store: Any) -> None:
