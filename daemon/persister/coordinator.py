@@ -40,6 +40,7 @@ from flashckpt.daemon.persister.negotiation import Negotiation
 from flashckpt.daemon.persister.protocol import Action, Event, Outcome
 from flashckpt.daemon.persister.seeker import Seeker
 from flashckpt.errors import FencedError
+from flashckpt.shm.acks import GroupAcks
 from flashckpt.shm.inventory import NodeInventory, pin_all, release
 from flashckpt.shm.job_directory import JobConfig
 from flashckpt.shm.segment import Pin
@@ -112,7 +113,7 @@ class PersistCoordinator:
         *,
         urgent: bool,
         received: tuple[NodeMessage, ...] | None = None,
-        common: tuple[SnapshotId, ...] | None = None,
+        job: GroupAcks | None = None,
     ) -> None:
         """Do what can be done now; returns quickly except for small storage operations.
 
@@ -121,7 +122,7 @@ class PersistCoordinator:
             record: The current generation of the job.
             urgent: Persist the newest common snapshot now, whether it is of a persist step or not.
             received: What the ranks carry from the persisters of other nodes; None where they carry nothing.
-            common: Snapshots that all ranks of the job are known to hold; None where that is not known.
+            job: What all ranks of the job are known to hold, and what some lack; None where that is not known.
 
         Raises:
             RootError, StoreError, FencedError, DamagedError, PersistError, OSError: nothing
@@ -132,8 +133,8 @@ class PersistCoordinator:
             self._error = self.flush.error if isinstance(result, p.WriteFailed) else None
             self._run(view, result)
         now_s = time.monotonic()
-        tick = p.Tick(now_s=now_s, node=view, generation=record, urgent=urgent, received=received, common=common)
-        self._run(view, tick)
+        tick = p.Tick(now_s=now_s, node=view, generation=record, urgent=urgent, received=received)
+        self._run(view, tick if job is None else replace(tick, common=job.common, lacked=job.lacked))
         self._seeker.let_go(view)
 
     def pause(self, view: NodeInventory, *, urgent: bool = False, failing: bool = False) -> None:

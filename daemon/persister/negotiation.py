@@ -263,7 +263,9 @@ class Negotiation:
             for identity in node.complete()
             if (node.ranks(identity[0]), node.world_size(identity[0])) == (ranks, world_size)
         ]
-        flagged = [identity for identity in node.flagged() if identity in alike]
+        # What others have lost while this node held it with its last free slot, over a restart: nobody takes part in it.
+        lacked = [identity for identity in tick.lacked if identity < (tick.generation.parent or NOTHING)]
+        flagged = [identity for identity in node.flagged() if identity in alike and identity not in lacked]
         self._search, wanted = next_candidate(
             self._search,
             flagged=flagged,

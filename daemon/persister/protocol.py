@@ -81,6 +81,7 @@ class Tick:
         received: Messages of other nodes, which the ranks carry: all of them for the leader, the leader's for the
             others. None while no ranks carry anything.
         common: Snapshots that all ranks of the job are known to hold; None where that is not known.
+        lacked: Those that some hold and others are known to have lost.
     """
 
     now_s: float
@@ -89,6 +90,7 @@ class Tick:
     urgent: bool = False
     received: tuple[NodeMessage, ...] | None = None
     common: tuple[SnapshotId, ...] | None = None
+    lacked: tuple[SnapshotId, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

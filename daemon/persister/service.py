@@ -39,7 +39,7 @@ from flashckpt.errors import (
     PersistError,
     SharedMemoryError,
 )
-from flashckpt.shm.acks import common_of
+from flashckpt.shm.acks import whole_job
 from flashckpt.shm.gc import take_away
 from flashckpt.shm.inventory import Identity, NodeInventory, scan
 from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory
@@ -250,8 +250,8 @@ class Daemon:
         try:
             received = self._received(record)
             control = self.directory.control_path
-            common = None if received is None else common_of(control, record.number)  # else it may be out of date
-            persisting.turn(view, record, urgent=urgent, received=received, common=common)
+            job = None if received is None else whole_job(control, record.number)  # else it may be out of date
+            persisting.turn(view, record, urgent=urgent, received=received, job=job)
         except (FlashckptError, OSError) as error:
             if self.attempts.failed(error, record.number):
                 persisting.disconnect()

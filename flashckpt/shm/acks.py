@@ -245,13 +245,13 @@ def job_acks(control: Control | ControlView, generation: int) -> GroupAcks | Non
     return None if raw is None else decode_group(raw)
 
 
-def common_of(path: Path, generation: int) -> tuple[SnapshotId, ...] | None:
-    """Return what all ranks of a generation are known to hold, by their control file; None unless all have published."""
+def whole_job(path: Path, generation: int) -> GroupAcks | None:
+    """Return the record of all ranks of a generation, by a control file; None unless all have published."""
     try:
         acks = job_acks(ControlView(path), generation)
     except (OSError, DamagedError):
         return None
-    return acks.common if acks is not None and acks.is_whole else None
+    return acks if acks is not None and acks.is_whole else None
 
 
 def combine_acks(held: Sequence[RankAcks | None], *, restored: SnapshotId | None = None) -> AckedSnapshots:

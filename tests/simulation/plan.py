@@ -36,8 +36,8 @@ class Fault:
     value: float = 0.0
 
     def __str__(self) -> str:
-        """Return it as it is written down."""
-        return f"Fault({self.at_s:.2f}, {self.kind!r}, {self.target}, {self.value:.2f})"
+        """Return it as it is written down: rounded, it would be another story."""
+        return f"Fault({self.at_s!r}, {self.kind!r}, {self.target}, {self.value!r})"
 
 
 def _node(job: Job, target: int) -> Node:

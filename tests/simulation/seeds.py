@@ -32,4 +32,10 @@ SEEDS = [
           Fault(54.32, "kill agent", 1), Fault(57.03, "kill rank", 1)]),
     Seed("liveness", 700002023, Setup(nodes=2, slots=2, step_s=1.0, persist_every=5, copy_s=0.8, latency_s=0.15),
          [Fault(19.22, "kill rank", 427, 0.27), Fault(84.85, "cut one way", 984, 0.43)]),
+    Seed("liveness", 700003008, Setup(nodes=4, slots=2, step_s=3.0, persist_every=5, copy_s=0.1, keep_last=1, latency_s=0.15),
+         [Fault(26.527378067369, "resize", 279, 0.9444119170239933),
+          Fault(149.5595393604226, "cut between nodes", 960, 0.33355298658677146),
+          Fault(154.4482256141185, "restart node", 217, 0.40205637927532856),
+          Fault(184.81144846013638, "other job", 836, 0.7330293035117952),
+          Fault(254.42447653412543, "cut between nodes", 537, 0.6133020794627592)]),
 ]  # fmt: skip

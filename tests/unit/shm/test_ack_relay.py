@@ -17,7 +17,7 @@ from support.relays import CountedStore, RelayedNode
 from flashckpt import faults
 from flashckpt.faults import CRASH_POINTS
 from flashckpt.shm.ack_relay import AGAIN, RelayThread
-from flashckpt.shm.acks import NOBODY, common_of, encode_group, job_acks
+from flashckpt.shm.acks import NOBODY, encode_group, job_acks, whole_job
 
 
 @pytest.fixture
@@ -274,14 +274,16 @@ def test_a_relay_killed_at_any_point_leaves_what_was_known_or_what_is_known_now(
 def test_a_persister_reads_what_all_ranks_hold_from_the_control_file(shm_dir: Path, store: Any) -> None:
     a, b = job(shm_dir, store, nodes=2)
     path = shm_dir / "control-0"
-    assert common_of(path, 2) is None
+    assert whole_job(path, 2) is None
     a.control.publish_job_acks(2, encode_group(NOBODY))
-    assert common_of(path, 2) is None, "one rank has said nothing yet"
+    assert whole_job(path, 2) is None, "one rank has said nothing yet"
     a.publish(10)
     b.publish(10, 5)
     turn(b, a, b)
-    assert common_of(path, 2) == ((2, 10),)
-    assert common_of(path, 3) is None, "of another generation"
-    assert common_of(shm_dir / "control-9", 2) is None
+    known = whole_job(path, 2)
+    assert known is not None
+    assert (known.common, known.lacked) == (((2, 10),), ((2, 5),))
+    assert whole_job(path, 3) is None, "of another generation"
+    assert whole_job(shm_dir / "control-9", 2) is None
     os.truncate(path, 8)
-    assert common_of(path, 2) is None
+    assert whole_job(path, 2) is None
