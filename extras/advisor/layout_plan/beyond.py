@@ -28,7 +28,7 @@ def run_days(config: RunConfig, time: StepTime, tokens: float, goodput: float) -
 
 
 def run_document(
-    config: RunConfig, layout: Layout, time: StepTime, gpu: Gpu, tokens: float, goodput: float
+    config: RunConfig, layout: Layout, time: StepTime, gpu: Gpu, *, tokens: float, goodput: float
 ) -> dict[str, Any]:
     """Return totals of a run, whether many GPUs pay, FLOPs per byte, and what the model's use takes, as JSON.
 
@@ -85,7 +85,9 @@ def inference(config: RunConfig, gpu: Gpu) -> dict[str, float]:
     }
 
 
-def scaling(rows: Sequence[tuple[int, RunConfig, StepTime] | tuple[int, LayoutError]], run: tuple[float, float]) -> list[dict[str, Any]]:
+def scaling(
+    rows: Sequence[tuple[int, RunConfig, StepTime] | tuple[int, LayoutError]], run: tuple[float, float]
+) -> list[dict[str, Any]]:
     """Return step, speed-up over the first that works and GPU hours for each number of GPUs, or why there is none.
 
     Args:

@@ -97,7 +97,7 @@ def _compared(one: LayoutChoice, options: PlanOptions) -> dict[str, Any]:
 
     path = Path(options.measured, TRACE)
     planned = one.time.peak_s / one.time.products_s
-    return feedback(read_trace(path), one.config, gpu, one.memory, seconds, share, planned)
+    return feedback(read_trace(path), one.config, one.memory, gpu=gpu, seconds=seconds, mfu=share, planned=planned)
 
 
 def _measured(found: Found, options: PlanOptions) -> tuple[Found, str]:

@@ -27,8 +27,9 @@ _SETTINGS = {
 def feedback(
     lines: Sequence[Mapping[str, Any]],
     config: RunConfig,
-    gpu: Gpu,
     needed: Memory,
+    *,
+    gpu: Gpu,
     seconds: Callable[[float], float],
     mfu: Callable[[float], float],
     planned: float,
@@ -38,8 +39,8 @@ def feedback(
     Args:
         lines: Of `trace.jsonl`.
         config: The run.
-        gpu: What each device can do.
         needed: Of the fullest rank.
+        gpu: What each device can do.
         seconds: Returns the planned seconds of a step at an efficiency.
         mfu: Returns the share of the peak at seconds per step.
         planned: Efficiency of the plan.

@@ -129,21 +129,22 @@ class StepTime:
 
 def memory(config: RunConfig, layout: Layout, *, is_plain: bool = False) -> Memory:
     """Return what the fullest rank needs; arguments as `estimate`."""
-    found = []
-    for pp_rank in range(layout.pp):
-        one = held(config, layout, pp_rank)
-        guess = estimate(config, layout, pp_rank, block=one.block, rest=one.rest, whole=one.whole, is_plain=is_plain)
-        found.append(
-            Memory(
-                pp_rank=pp_rank,
-                held=one,
-                gathered=guess.gathered,
-                activations=guess.activations,
-                moved=guess.moved,
-                is_offloaded=config.parallel.offload == "state",
-            )
-        )
-    return max(found, key=lambda memory: memory.peak)
+    each = (memory_of(config, layout, pp_rank, is_plain=is_plain) for pp_rank in range(layout.pp))
+    return max(each, key=lambda memory: memory.peak)
+
+
+def memory_of(config: RunConfig, layout: Layout, pp_rank: int, shard: int = 0, *, is_plain: bool = False) -> Memory:
+    """Return what a rank needs at its coordinates along "pp" and "dp_shard"."""
+    one = held(config, layout, pp_rank, shard)
+    guess = estimate(config, layout, pp_rank, block=one.block, rest=one.rest, whole=one.whole, is_plain=is_plain)
+    return Memory(
+        pp_rank=pp_rank,
+        held=one,
+        gathered=guess.gathered,
+        activations=guess.activations,
+        moved=guess.moved,
+        is_offloaded=config.parallel.offload == "state",
+    )
 
 
 def is_plain(config: RunConfig, layout: Layout, gpu: Gpu) -> bool:
@@ -175,25 +176,18 @@ def step_time(
         ranks_per_node: Ranks that share the links of a node.
         efficiency: Share of the peak that products reach; 0: the device's `efficiency`.
     """
-    flops = flops_per_token(config.model, config.train.seq_len)
-    hardware = flops + recomputed_flops_per_token(
-        config.model, config.train.seq_len, config.parallel.activation_checkpoint
-    )
-    float8 = float8_flops_per_token(config, layout.tp)
+    flops, hardware, float8 = _flops(config, layout)
     tokens = config.train.global_batch * config.train.seq_len
     peak_s = ((hardware - float8) / gpu.flops + float8 / float8_rate(config, gpu)) * tokens / layout.world
     products_s = peak_s / (efficiency or gpu.efficiency)
-    memory_rate = MOVED * gpu.memory_rate
-    compute_s = products_s + kernel_bytes(config, layout, needed.pp_rank) / memory_rate
+    compute_s = products_s + kernel_bytes(config, layout, needed.pp_rank) / (MOVED * gpu.memory_rate)
     # Each element of parameters and two moments is read and written, each of the gradients read (and cleared).
-    optimizer_s = (2 * needed.held.state + 2 * needed.held.gradients) / memory_rate
+    state_rate = HOST_RATE if needed.is_offloaded else MOVED * gpu.memory_rate
+    optimizer_s = (2 * needed.held.state + 2 * needed.held.gradients) / state_rate
     moved = traffic(config, layout, needed.pp_rank, needed.held, gpu=gpu, ranks_per_node=ranks_per_node)
     waits = sum(one.seconds for one in moved if one.dimension in WAITED_FOR)
-    beside = sum(one.seconds for one in moved) - waits
     host_s = _host_bytes(config, layout, needed) / HOST_RATE
-    if needed.is_offloaded:
-        optimizer_s = (2 * needed.held.state + 2 * needed.held.gradients) / HOST_RATE
-    beside += host_s
+    beside = sum(one.seconds for one in moved) - waits + host_s
     exposed = _exposed(config, layout, beside, compute_s)
     idle, slowest = 1 / (1 - layout.bubble), straggling(layout.world)
     return StepTime(
@@ -213,6 +207,14 @@ def step_time(
         hardware_flops=hardware,
         float8_flops=float8,
     )
+
+
+def _flops(config: RunConfig, layout: Layout) -> tuple[float, float, float]:
+    """Return FLOPs per token of the model, with what is computed again, and those of them in float8."""
+    model, seq_len = config.model, config.train.seq_len
+    flops = flops_per_token(model, seq_len)
+    again = recomputed_flops_per_token(model, seq_len, config.parallel.activation_checkpoint)
+    return flops, flops + again, float8_flops_per_token(config, layout.tp)
 
 
 def _host_bytes(config: RunConfig, layout: Layout, needed: Memory) -> float:

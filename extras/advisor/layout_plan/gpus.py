@@ -68,7 +68,9 @@ def _gpu(name: str, device: str, gigabytes: int, *rates: float, reach: float = 0
     )  # fmt: skip
 
 
-_CPU = Gpu(name="cpu", device="", memory=4 * 10**9, flops=96e9, memory_rate=10e9, node_link=5e9, network=1.25e9, reach=1.0)
+_CPU = Gpu(
+    name="cpu", device="", memory=4 * 10**9, flops=96e9, memory_rate=10e9, node_link=5e9, network=1.25e9, reach=1.0
+)
 GPUS = {
     gpu.name: gpu
     for gpu in (

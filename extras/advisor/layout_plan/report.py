@@ -12,7 +12,16 @@ from flashckpt.trainer.parallel.layout import Layout, resolve_layout
 from flashckpt.trainer.parallel.schedules import bubble
 from flashckpt.trainer.plan.beyond import run_days, run_document
 from flashckpt.trainer.plan.failures import failure_forecast, gpu_hours
-from flashckpt.trainer.plan.forecast import RESERVED, WAITED_FOR, Memory, float8_rate, is_plain, memory, speed, step_time
+from flashckpt.trainer.plan.forecast import (
+    RESERVED,
+    WAITED_FOR,
+    Memory,
+    float8_rate,
+    is_plain,
+    memory,
+    speed,
+    step_time,
+)
 from flashckpt.trainer.plan.gpus import Gpu
 from flashckpt.trainer.plan.held import SLOTS, stored_bytes, zero_bytes
 from flashckpt.trainer.plan.options import PlanOptions
@@ -73,7 +82,7 @@ def plan_document(one: LayoutChoice, options: PlanOptions, found: Found | None, 
         "bubbles": _by_schedule(layout),
         "wire": [{**asdict(moved), "seconds": moved.seconds} for moved in one.time.traffic],
         "step": step,
-        "run": run_document(config, layout, one.time, gpu, step["run_tokens"], failures["goodput"]),
+        "run": run_document(config, layout, one.time, gpu, tokens=step["run_tokens"], goodput=failures["goodput"]),
         "failures": failures | {"preset": options.failures},
         "checkpoint_bytes": checkpoint,
         "search": None if found is None else search_document(found, options),

@@ -73,9 +73,7 @@ def search(config: RunConfig, gpus: int, gpu: Gpu, *, ranks_per_node: int, effic
         for smaller in _smaller(one):
             needed = memory(smaller, layout, is_plain=is_plain(smaller, layout, gpu))
             if needed.fits(gpu):
-                time = step_time(
-                    smaller, layout, gpu, needed, ranks_per_node=ranks_per_node, efficiency=efficiency
-                )
+                time = step_time(smaller, layout, gpu, needed, ranks_per_node=ranks_per_node, efficiency=efficiency)
                 fit.append(LayoutChoice(config=smaller, layout=layout, memory=needed, time=time))
                 break
         else:

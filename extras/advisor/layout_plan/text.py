@@ -28,13 +28,15 @@ def _summary(plan: dict[str, Any]) -> list[str]:
         f"{plan['gpus']:,} x {plan['gpu']['name']}: {show_days(step['days'])} and {step['gpu_hours']:,.0f} GPU hours",
         f"for {step['run_tokens']:.3g} tokens; MFU {step['estimate']['mfu']:.1%}, {step['estimate']['tokens_per_s']:,.0f} tokens/s",
         f"{human_bytes(peak)} of {human_bytes(held['usable_bytes'])} per device: {room}",
-        f"{run['gpu_days']:,.0f} GPU days: a thousand GPUs pay from {WORTH_DAYS:,}{'' if run['needs_thousand'] else ', so they do not'}",
+        f"{run['gpu_days']:,.0f} GPU days; a thousand GPUs pay from {WORTH_DAYS:,}{'' if run['needs_thousand'] else ', so they do not'}",
     ]
     return lines + (_measured(plan["measured"], plan["efficiency"]["share"]) if plan["measured"] else [])
 
 
 def _measured(found: dict[str, Any], planned: float) -> list[str]:
-    lines = [f"planned MFU {found['planned_mfu']:.1%}, measured {found['mfu']:.1%} (median of {found['steps']:,} steps)"]
+    lines = [
+        f"planned MFU {found['planned_mfu']:.1%}, measured {found['mfu']:.1%} (median of {found['steps']:,} steps)"
+    ]
     if found["efficiency"] is None:
         lines.append("no --efficiency makes the plan as slow or as fast: products are not what differs")
     else:
@@ -67,7 +69,12 @@ def _head(plan: dict[str, Any]) -> list[str]:
         *_float8(plan["float8"], model["hardware_flops_per_token"]),
         layout["text"],
         ", ".join(
-            [f"micro-batch {layout['micro_batch']}", layout["data_parallel"], f"recompute {layout['recompute']}", *saved]
+            [
+                f"micro-batch {layout['micro_batch']}",
+                layout["data_parallel"],
+                f"recompute {layout['recompute']}",
+                *saved,
+            ]
         ),
     ]
 

@@ -81,7 +81,7 @@ def traffic(
     }
     count = messages(config, layout, pp_rank)
     return [
-        _over_link(name, round(nbytes), count[name], layout, gpu, ranks_per_node)
+        _over_link(name, round(nbytes), count[name], layout, gpu=gpu, ranks_per_node=ranks_per_node)
         for name, nbytes in sent.items()
         if nbytes
     ]
@@ -102,7 +102,7 @@ def messages(config: RunConfig, layout: Layout, pp_rank: int) -> dict[str, float
     }  # fmt: skip
 
 
-def _over_link(name: str, sent: int, count: float, layout: Layout, gpu: Gpu, ranks_per_node: int) -> Traffic:
+def _over_link(name: str, sent: int, count: float, layout: Layout, *, gpu: Gpu, ranks_per_node: int) -> Traffic:
     """Ranks count tp fastest, then cp, dp_shard, dp_replicate, pp: a dimension inside a node uses its links."""
     stride, degree = {
         "tp": (1, layout.tp),

@@ -236,4 +236,6 @@ def test_the_example_of_the_page_is_what_the_command_prints(capfd: Any) -> None:
     assert f"plan --config configs/llama3-70b.toml {' '.join(words)}" in page
     code, out, _ = run(capfd, "--config", str(CONFIGS / "llama3-70b.toml"), *words)
     assert code == 0
-    assert page.split("```\n")[1] == out
+    summary = out.split("\n\n")[0] + "\n"
+    assert page.split("```\n")[1] == summary
+    assert max(map(len, summary.splitlines())) <= 80
