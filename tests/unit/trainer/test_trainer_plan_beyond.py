@@ -80,6 +80,7 @@ def test_sizes_are_compared(capfd: Any) -> None:
     assert (first["speedup"], first["efficiency"]) == (1, 1)
     assert 1 < twice["speedup"] < 2
     assert twice["gpu_hours"] > first["gpu_hours"]
+    assert twice["efficiency"] == twice["speedup"] / 2
     assert half["gpus"] == 8
     assert "problem" in none or none["gpus"] == 7
     assert command.main(["plan", "--config", str(EIGHT), "--gpu", "h100", "--gpus", "16,8"]) == 0

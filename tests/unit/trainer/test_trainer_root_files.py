@@ -63,7 +63,7 @@ def test_a_chat_template_goes_with_the_tokenizer_beside_which_it_lies(tmp_path: 
     assert found == {"tokenizer.json": WORDS, "chat_template.jinja": b"{{ hello }}"}
     origin = run(data={"tokenizer": "words", "sources": TEXT}, init={"from": "words"})
     assert files_of_run(origin).keys() == {"tokenizer.json", "chat_template.jinja", "config.json"}
-    tokenizer(tmp_path / "others", b"{}", chat_template__jinja="another")
+    tokenizer(tmp_path / "others", b"{}", config__json="{}")
     assert files_of_run(run(data={"tokenizer": "words", "sources": TEXT}, init={"from": "others"})) == found
     assert files_of_run(RunConfig()) == {}  # on bytes
 
