@@ -24,6 +24,7 @@ from flashckpt.trainer.config import RunConfig, from_values
 from flashckpt.trainer.config.model import ModelConfig
 from flashckpt.trainer.hub.families import HubTensor, router_biases, tensors_of
 from flashckpt.trainer.hub.hub_config import from_hub
+from flashckpt.trainer.hub.root_files import kept
 
 Bytes = npt.NDArray[np.uint8]
 CONFIG = "config.json"
@@ -305,8 +306,6 @@ class CheckpointWeights(SavedWeights):
 
     def kept(self) -> Mapping[str, bytes]:
         """See SavedWeights."""
-        from flashckpt.trainer.hub.root_files import kept
-
         return kept(self._store)
 
     def close(self) -> None:

@@ -16,11 +16,12 @@ from flashckpt.storage.factory import open_store
 from flashckpt.trainer.config import RunConfig, from_values
 from flashckpt.trainer.config.model import ModelConfig
 from flashckpt.trainer.generate.subject import open_subject
-from flashckpt.trainer.hub import root_files
+from flashckpt.trainer.hub import tokenizer_hook
 from flashckpt.trainer.hub.families import tensors_of
 from flashckpt.trainer.hub.hub_config import to_hub
-from flashckpt.trainer.hub.root_files import FOLDER, TokenizerHooks, digest_of_files, keep, kept
+from flashckpt.trainer.hub.root_files import FOLDER, digest_of_files, keep, kept
 from flashckpt.trainer.hub.tokenizer_files import files_of_run
+from flashckpt.trainer.hub.tokenizer_hook import TokenizerHooks
 from flashckpt.trainer.hub.transfer import export_folder, import_folder
 from flashckpt.trainer.train.hooks import HookedRun
 
@@ -88,7 +89,7 @@ def test_a_run_leaves_its_tokenizer_on_its_root(tmp_path: Path, caplog: Any, mon
     hooked(run(data=data, checkpoint={"root": ""}))
     blocked = tmp_path / "blocked"
     blocked.write_text("a file")
-    with caplog.at_level(logging.WARNING, logger=root_files.__name__):
+    with caplog.at_level(logging.WARNING, logger=tokenizer_hook.__name__):
         hooked(run(data=data, checkpoint={"root": str(blocked)}))
     assert "the tokenizer was not written beside the checkpoints" in caplog.text
 
