@@ -85,7 +85,7 @@ def _interleaved(pp: int, stages: int) -> dict[str, Any]:
     return {"pp": pp} | ({"schedule": "Interleaved1F1B", "stages_per_rank": stages} if stages > 1 else {})
 
 
-_OLD = {"activation_checkpoint": "full", "sequence_parallel": False}
+_OLD: dict[str, Any] = {"activation_checkpoint": "full", "sequence_parallel": False}
 
 
 def _megatron() -> Iterator[Published]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from flashckpt.errors import ConfigError, DataError, LayoutError
 from flashckpt.trainer.config import RunConfig
@@ -85,22 +85,24 @@ def inference(config: RunConfig, gpu: Gpu) -> dict[str, float]:
     }
 
 
-def scaling(
-    rows: Sequence[tuple[int, RunConfig, StepTime] | tuple[int, LayoutError]], run: tuple[float, float]
-) -> list[dict[str, Any]]:
+Sized: TypeAlias = "tuple[int, tuple[RunConfig, StepTime] | LayoutError]"
+"""A number of GPUs, and the run on it with its step, or why there is none."""
+
+
+def scaling(rows: Sequence[Sized], run: tuple[float, float]) -> list[dict[str, Any]]:
     """Return step, speed-up over the first that works and GPU hours for each number of GPUs, or why there is none.
 
     Args:
-        rows: Number of GPUs, with the run and its step, or with what does not fit.
+        rows: In the order to show them.
         run: Tokens and goodput.
     """
     found: list[dict[str, Any]] = []
     first: tuple[int, float] | None = None
-    for gpus, *rest in rows:
-        if isinstance(rest[0], LayoutError):
-            found.append({"gpus": gpus, "problem": rest[0].problem})
+    for gpus, one in rows:
+        if isinstance(one, LayoutError):
+            found.append({"gpus": gpus, "problem": one.problem})
             continue
-        config, time = rest
+        config, time = one
         days = run_days(config, time, *run)
         first = first or (gpus, days)
         speedup = first[1] / days

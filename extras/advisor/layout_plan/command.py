@@ -13,9 +13,9 @@ from flashckpt.errors import ConfigError, LayoutError
 from flashckpt.trainer.config import RunConfig, read_config
 from flashckpt.trainer.parallel.float8_layers import needs_device, uses_float8
 from flashckpt.trainer.parallel.switches import with_precision
-from flashckpt.trainer.plan.beyond import scaling
+from flashckpt.trainer.plan.beyond import Sized, scaling
 from flashckpt.trainer.plan.feedback import feedback
-from flashckpt.trainer.plan.forecast import StepTime, speed, step_time
+from flashckpt.trainer.plan.forecast import speed, step_time
 from flashckpt.trainer.plan.gpus import Gpu
 from flashckpt.trainer.plan.options import PlanOptions, parse, refuse_without_effect
 from flashckpt.trainer.plan.report import candidate, plan_document, refuse_misfit
@@ -69,11 +69,9 @@ def _planned(config: RunConfig, options: PlanOptions) -> tuple[LayoutChoice, Fou
     return found.ranked[0], found
 
 
-def _sizes(
-    config: RunConfig, options: PlanOptions, first: LayoutChoice
-) -> Iterator[tuple[int, RunConfig, StepTime] | tuple[int, LayoutError]]:
+def _sizes(config: RunConfig, options: PlanOptions, first: LayoutChoice) -> Iterator[Sized]:
     """Yield the run on each number of GPUs, or why there is none."""
-    yield options.gpus, first.config, first.time
+    yield options.gpus, (first.config, first.time)
     for gpus in options.sizes[1:]:
         try:
             one, _ = _planned(config, replace(options, gpus=gpus))
@@ -81,7 +79,7 @@ def _sizes(
         except LayoutError as error:
             yield gpus, error
         else:
-            yield gpus, one.config, one.time
+            yield gpus, (one.config, one.time)
 
 
 def _compared(one: LayoutChoice, options: PlanOptions) -> dict[str, Any]:
