@@ -8,7 +8,7 @@ from flashckpt.checkpoint.catalog import CheckpointInfo, list_checkpoints, newes
 from flashckpt.errors import DamagedError, NoCheckpointError
 from flashckpt.storage.store import Store
 
-OURS = ("step-", "generations", "intents", "keep", "leases", "catalog", "history", "LATEST", "ledger")
+OURS = ("step-", "generations", "intents", "keep", "leases", "catalog", "history", "LATEST", "ledger", "tokenizers")
 """The beginnings of the names of our objects on a root."""
 
 

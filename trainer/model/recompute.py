@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from flashckpt.errors import LayoutError
 from flashckpt.trainer.config.parallel import RECOMPUTE_MODES, Recompute
 
@@ -10,6 +12,7 @@ RECOMPUTES_FEED_FORWARD = (FULL, FEED_FORWARD)
 RECOMPUTES_ATTENTION = (FULL,)
 
 
+@cache
 def parse_recompute(mode: str) -> Recompute:
     """Return what a mode says.
 
@@ -22,6 +25,7 @@ def parse_recompute(mode: str) -> Recompute:
     return found
 
 
+@cache
 def recompute_of(mode: str, layer: int) -> str:
     """Return what is computed again of a layer: "none", "ffn", "full", or "selective" (all but products and attention).
 

@@ -41,13 +41,14 @@ class StepRecord:
         """Return for each layer the load of its most loaded expert as a multiple of the mean: 1 where all are equal."""
         return [max(tokens) * len(tokens) / max(1, sum(tokens)) for tokens in self.experts]
 
-    def to_line(self, *, each_expert: bool = False) -> str:
+    def to_line(self, *, each_expert: bool = False, device_gib: float | None = None) -> str:
         """Return one JSON line; the loss is also given bit for bit, as `float.hex()`.
 
         Args:
             each_expert: Whether the tokens of every expert are in it; else the most loaded one of each layer.
+            device_gib: Peak of memory on the reporting rank's device; None: not known.
         """
-        experts: dict[str, Any] = {}
+        experts: dict[str, Any] = {} if device_gib is None else {"device_gib": round(device_gib, 3)}
         if self.experts:
             experts["expert_load"] = [round(load, 4) for load in self.expert_loads()]
         if self.experts and each_expert:

@@ -2,7 +2,7 @@
 
 The state is what mixed-precision training keeps: bfloat16 weights and float32 master weights, first and second
 moments, 14 bytes per parameter. Boxes follow torch's own parallelism: TP cuts rows or columns, ZeRO / FSDP cuts the
-TP-local box along dimension 0, pipeline stages hold consecutive layers. Ranks count TP fastest, then DP, then PP.
+TP-local box along dimension 0, pipeline stages hold the layers that the trainer gives them. Ranks count TP fastest, then DP, then PP.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from flashckpt.core.shard import Shard
 from flashckpt.errors import LayoutError
 from flashckpt.trainer.config.model import ModelConfig
 from flashckpt.trainer.config.weights import Weight, weights
+from flashckpt.trainer.parallel.layout import stage_layers
 
 BYTES_PER_PARAMETER = 14
 WEIGHT = ("model.{}", "bfloat16")
@@ -160,13 +161,6 @@ def cut(length: int, parts: int, index: int) -> tuple[int, int]:
     return start, min(start + size, length) - start
 
 
-def stage_layers(layers: int, stages: int, stage: int) -> range:
-    """Return the layers of a pipeline stage; the first stages hold the ones that are left over."""
-    size, extra = divmod(layers, stages)
-    start = stage * size + min(stage, extra)
-    return range(start, start + size + (stage < extra))
-
-
 def rank_shards(layout: ModelLayout, rank: int, present: Collection[int] | None = None) -> list[Shard]:
     """Return the shards that a rank holds.
 
@@ -200,7 +194,7 @@ def _stage_weights(layout: ModelLayout, stage: int) -> list[Weight]:
     """Return the weights of a pipeline stage, by their names in the whole model."""
     model = layout.model
     held = [] if stage else list(model.weights(-1))
-    for layer in stage_layers(model.layers, layout.pp, stage):
+    for layer in stage_layers(model.layers, layout.pp)[stage]:
         held += [replace(weight, name=f"layers.{layer}.{weight.name}") for weight in model.weights(0)]
     return held + (list(model.weights(1)) if stage == layout.pp - 1 else [])
 

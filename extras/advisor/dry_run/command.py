@@ -20,9 +20,8 @@ from flashckpt.trainer.dry_run.report import VERSION, as_text, refuse_misfits
 from flashckpt.trainer.model.flops import count_parameters
 from flashckpt.trainer.parallel.layout import Layout, resolve_layout
 from flashckpt.trainer.parallel.switches import with_precision
-from flashckpt.trainer.plan.activations import estimate
+from flashckpt.trainer.plan.forecast import memory_of
 from flashckpt.trainer.plan.held import SLOTS, snapshot_tensors, stored_bytes
-from flashckpt.trainer.plan.held import held as state_of
 
 _VALUE_BYTES = 34_000
 """Text of the other values of a snapshot: 32 kB of random states, settings of the optimizer, the data position."""
@@ -117,10 +116,8 @@ def _node_bytes(
 
 def _row(config: RunConfig, layout: Layout, kind: RankKind, slot: SegmentSpec) -> dict[str, Any]:
     first = kind.pp_ranks[0]  # has the most in flight
-    held = state_of(config, layout, first, kind.shards[0])
-    guess = estimate(config, layout, first, block=held.block, rest=held.rest, whole=held.whole)
-    state = held.state + held.gradients
-    on_host = state if config.parallel.offload == "state" else 0
+    needed = memory_of(config, layout, first, kind.shards[0])
+    held = needed.held
     return {
         "count": kind.count(layout),
         "example": kind.example(layout),
@@ -133,11 +130,11 @@ def _row(config: RunConfig, layout: Layout, kind: RankKind, slot: SegmentSpec) -
         "slot_data_bytes": slot.data_capacity,
         "slot_bytes": slot.slot_bytes,
         "snapshot_bytes": slot.nbytes if config.checkpoint.root else 0,
-        "state_on_host_bytes": on_host,
+        "state_on_host_bytes": needed.state_on_host,
         "estimate": {
-            "gathered_bytes": guess.gathered,
-            "activation_bytes": guess.activations,
-            "activations_on_host_bytes": guess.moved,
-            "device_bytes": state - on_host + guess.gathered + guess.activations,
+            "gathered_bytes": needed.gathered,
+            "activation_bytes": needed.activations,
+            "activations_on_host_bytes": needed.moved,
+            "device_bytes": needed.step,
         },
     }

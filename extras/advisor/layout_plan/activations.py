@@ -5,6 +5,7 @@ docs/trainer-dry-run.md says the formulas in words.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -58,7 +59,8 @@ def _activations(config: RunConfig, layout: Layout, pp_rank: int, *, is_plain: b
     tokens = config.train.micro_batch * config.train.seq_len // layout.cp
     stages = layout.stages_of(pp_rank)
     layers = [number for stage in stages for number in layout.stage_layers[stage]]
-    kept = sum(_layer(config, layout, number, is_plain=is_plain) for number in layers)
+    modes = Counter(recompute_of(config.parallel.activation_checkpoint, number) for number in layers)
+    kept = sum(count * _layer(config, layout, mode, is_plain=is_plain) for mode, count in modes.items())
     again = tokens * _made_again(config, layout, layers, is_plain=is_plain)
     if config.parallel.activation_offload:  # what layers keep is in host memory, but for the one that is at work
         kept, again = 0, tokens * _at_work(config, layout) * itemsize(config)
@@ -169,19 +171,15 @@ def _logits(config: RunConfig, layout: Layout, stages: Sequence[int]) -> int:
 
 def _made_again(config: RunConfig, layout: Layout, layers: Sequence[int], *, is_plain: bool) -> int:
     """Return the bytes per token of the layer that is computed again first, beyond what those after it had kept."""
-    freed = 0
+    whole, freed = _whole_layer(config, layout, is_plain=is_plain), 0
     for number in reversed(layers):
         mode = recompute_of(config.parallel.activation_checkpoint, number)
         if mode != KEPT:
-            part = _feed_forward if mode == FEED_FORWARD else _whole_layer
-            again = part(config, layout, is_plain=is_plain) + 2 * _width(
-                config, layout
-            )  # and gradients of its products
-            again += (group_size(config.parallel.activation_checkpoint) - 1) * _whole_layer(
-                config, layout, is_plain=is_plain
-            )
+            again = _feed_forward(config, layout, is_plain=is_plain) if mode == FEED_FORWARD else whole
+            again += 2 * _width(config, layout)  # and gradients of its products
+            again += (group_size(config.parallel.activation_checkpoint) - 1) * whole
             return max(0, again - freed) * itemsize(config)
-        freed += _whole_layer(config, layout, is_plain=is_plain)
+        freed += whole
     return 0
 
 
@@ -199,9 +197,8 @@ def in_flight(layout: Layout, pp_rank: int) -> int:
     return min(every, (layout.stages_per_rank - 1) * layout.pp + 2 * (layout.pp - pp_rank - 1) + 1)
 
 
-def _layer(config: RunConfig, layout: Layout, number: int, *, is_plain: bool) -> int:
-    """Return the elements per token that one layer keeps, as its activation checkpointing says."""
-    mode = recompute_of(config.parallel.activation_checkpoint, number)
+def _layer(config: RunConfig, layout: Layout, mode: str, *, is_plain: bool) -> int:
+    """Return the elements per token that a layer keeps of which so much is computed again."""
     if mode == FULL:
         return _stream(config, layout) // group_size(config.parallel.activation_checkpoint)
     if mode == SELECTIVE:

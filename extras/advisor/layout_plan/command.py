@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from flashckpt.errors import ConfigError
+from flashckpt.errors import ConfigError, LayoutError
 from flashckpt.trainer.config import RunConfig, read_config
 from flashckpt.trainer.parallel.float8_layers import needs_device, uses_float8
 from flashckpt.trainer.parallel.switches import with_precision
-from flashckpt.trainer.plan.forecast import EFFICIENCY
+from flashckpt.trainer.plan.beyond import Sized, scaling
+from flashckpt.trainer.plan.feedback import feedback
+from flashckpt.trainer.plan.forecast import speed, step_time
 from flashckpt.trainer.plan.gpus import Gpu
 from flashckpt.trainer.plan.options import PlanOptions, parse, refuse_without_effect
 from flashckpt.trainer.plan.report import candidate, plan_document, refuse_misfit
 from flashckpt.trainer.plan.search import Found, LayoutChoice, corrected, search
 from flashckpt.trainer.plan.text import as_text
+from flashckpt.trainer.train.metrics import TRACE, read_trace
 
 
 def plan(words: Sequence[str]) -> int:
@@ -44,21 +48,54 @@ def plan(words: Sequence[str]) -> int:
 def make_plan(config: RunConfig, options: PlanOptions) -> tuple[LayoutChoice, dict[str, Any]]:
     """Return the run that is described, the best one of a search, and the document; raises as `plan`."""
     refuse_plan(config, options.gpu, measures=options.measure)
-    found: Found | None = None
-    origin = "assumed" if options.efficiency == EFFICIENCY else "given"
-    if options.search:
-        found = search(
-            config, options.gpus, options.gpu, ranks_per_node=options.ranks_per_node, efficiency=options.efficiency
-        )
-        if options.measure:
-            found, origin = _measured(found, options)
-        one = found.ranked[0]
-    else:
-        one = candidate(config, options)
-        if options.measure:
-            alone, origin = _measured(Found(ranked=(one,), dropped={}), options)
-            one = alone.ranked[0]
-    return one, plan_document(one, options, found, origin)
+    origin = "given" if options.efficiency else "fitted to published runs"
+    one, found = _planned(config, options)
+    if options.measure:
+        few, origin = _measured(found or Found(ranked=(one,), dropped={}), options)
+        one, found = few.ranked[0], few if found else None
+    document = plan_document(one, options, found, origin)
+    run = (document["step"]["run_tokens"], document["failures"]["goodput"])
+    document["scaling"] = scaling(list(_sizes(config, options, one)), run) if len(options.sizes) > 1 else []
+    document["measured"] = _compared(one, options) if options.measured else None
+    return one, document
+
+
+def _planned(config: RunConfig, options: PlanOptions) -> tuple[LayoutChoice, Found | None]:
+    if not options.search:
+        return candidate(config, options), None
+    found = search(
+        config, options.gpus, options.gpu, ranks_per_node=options.ranks_per_node, efficiency=options.efficiency
+    )
+    return found.ranked[0], found
+
+
+def _sizes(config: RunConfig, options: PlanOptions, first: LayoutChoice) -> Iterator[Sized]:
+    """Yield the run on each number of GPUs, or why there is none."""
+    yield options.gpus, (first.config, first.time)
+    for gpus in options.sizes[1:]:
+        try:
+            one, _ = _planned(config, replace(options, gpus=gpus))
+            refuse_misfit(one, options.gpu)
+        except LayoutError as error:
+            yield gpus, error
+        else:
+            yield gpus, (one.config, one.time)
+
+
+def _compared(one: LayoutChoice, options: PlanOptions) -> dict[str, Any]:
+    gpu = options.gpu
+
+    def seconds(efficiency: float) -> float:
+        per_node = options.ranks_per_node
+        time = step_time(one.config, one.layout, gpu, one.memory, ranks_per_node=per_node, efficiency=efficiency)
+        return time.estimate_s
+
+    def share(step_s: float) -> float:
+        return speed(one.config, one.time, gpu, one.layout.world, step_s).mfu
+
+    path = Path(options.measured, TRACE)
+    planned = one.time.peak_s / one.time.products_s
+    return feedback(read_trace(path), one.config, one.memory, gpu=gpu, seconds=seconds, mfu=share, planned=planned)
 
 
 def _measured(found: Found, options: PlanOptions) -> tuple[Found, str]:

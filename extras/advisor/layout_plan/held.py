@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -84,28 +85,29 @@ def zero_bytes(parameters: float, ranks: int, stage: int, *, optimizer: float = 
 def held(config: RunConfig, layout: Layout, pp_rank: int, shard: int = 0) -> StateBytes:
     """Return what a rank holds at its coordinates along "pp" and "dp_shard"; along the others all hold as much."""
     cut = _cut_of(config, layout, shard)
-    layers, rule = config.model.layers, _rule(config.optim)
-    units = [(n, _unit(config.model, -1 if n < 0 else int(n == layers), cut, rule)) for n in _units(layout, pp_rank)]
-    elements = sum(unit.elements for _, unit in units)
-    blocks = [unit.gathered for number, unit in units if 0 <= number < layers]
-    whole = sum(unit.gathered for _, unit in units)
+    rule, places = _rule(config.optim), _places(config, layout, pp_rank)
+    units = {place: (count, _unit(config.model, place, cut, rule)) for place, count in places.items()}
+    elements = sum(count * unit.elements for count, unit in units.values())
+    block = units[0][1].gathered if 0 in units else 0
+    whole = sum(count * unit.gathered for count, unit in units.values())
     nbytes = MASTER * elements
     return StateBytes(
         parameters=nbytes,
         gradients=nbytes,
-        optimizer=sum(unit.state for _, unit in units) + nbytes * _copies(config, layout),
-        block=max(blocks, default=0),
-        rest=whole - sum(blocks),
+        optimizer=sum(count * unit.state for count, unit in units.values()) + nbytes * _copies(config, layout),
+        block=block,
+        rest=whole - places[0] * block,
         whole=whole,
-        experts=sum(unit.experts for _, unit in units),
+        experts=sum(count * unit.experts for count, unit in units.values()),
     )
 
 
 def local_lengths(config: RunConfig, layout: Layout, pp_rank: int, shard: int) -> tuple[tuple[int, ...], ...]:
     """Return the lengths of a rank's parts: ranks with the same ones hold as much."""
-    cut, layers = _cut_of(config, layout, shard), config.model.layers
-    places = dict.fromkeys(-1 if n < 0 else int(n == layers) for n in _units(layout, pp_rank))
-    return tuple(_local(weight, cut) for place in places for weight in weights(config.model, place))
+    cut = _cut_of(config, layout, shard)
+    return tuple(
+        _local(weight, cut) for place in _places(config, layout, pp_rank) for weight in weights(config.model, place)
+    )
 
 
 def snapshot_tensors(config: RunConfig, layout: Layout, pp_rank: int, shard: int) -> Iterator[tuple[str, Shape, Shape]]:
@@ -149,6 +151,11 @@ def _copies(config: RunConfig, layout: Layout) -> int:
 def _cut_of(config: RunConfig, layout: Layout, shard: int) -> _Cut:
     is_cut = config.parallel.data_parallel != "ddp" and needs_fsdp(config, layout)
     return _Cut(layout.tp, layout.dp_shard, layout.ep, shard, is_cut)
+
+
+def _places(config: RunConfig, layout: Layout, pp_rank: int) -> Counter[int]:
+    """Return how many embeddings (-1), layers (0), and final norms with head (1) a rank has."""
+    return Counter(-1 if n < 0 else int(n == config.model.layers) for n in _units(layout, pp_rank))
 
 
 def _units(layout: Layout, pp_rank: int) -> Iterator[int]:

@@ -11,7 +11,6 @@ import click
 from flashckpt.errors import ConfigError
 from flashckpt.trainer.config.command_line import parsed
 from flashckpt.trainer.plan.failures import gpu_hours
-from flashckpt.trainer.plan.forecast import EFFICIENCY
 from flashckpt.trainer.plan.gpus import GPUS, Gpu, find_gpu
 
 _SUFFIX = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
@@ -32,23 +31,27 @@ class PlanOptions:
 
     Attributes:
         config: Path of the run's file; None for the defaults.
-        gpus: How many.
+        gpus: How many, the first of `sizes`.
+        sizes: To compare.
         gpu: What each can do.
         ranks_per_node: GPUs that share a node.
-        efficiency: Share of the peak that products reach.
+        efficiency: Share of the peak that products reach; 0: the device's.
         tokens: To train; 0: what the run trains.
         failures: As it was given; `gpu_hours` of it.
+        measured: Folder of a run's log that the plan is compared with; "": none.
         search, measure, json: Switches.
         top: Candidates that are shown.
     """
 
     config: str | None
     gpus: int
+    sizes: tuple[int, ...]
     gpu: Gpu
     ranks_per_node: int
     efficiency: float
     tokens: float
     failures: str
+    measured: str
     search: bool
     measure: bool
     json: bool
@@ -66,8 +69,10 @@ def parse(words: Sequence[str]) -> tuple[PlanOptions, list[str]]:
     given = {name: found.pop(name) for name in _FIGURES}
     figures = {_FIGURES[name][0]: number * _FIGURES[name][1] for name, number in given.items() if number}
     gpu_hours(found["failures"])
+    sizes = found.pop("gpus")
+    found |= {"gpus": sizes[0], "sizes": sizes}
     ranks_per_node = min(found.pop("ranks_per_node"), found["gpus"])
-    found["tokens"] = found["tokens"] or 0.0
+    found |= {name: found[name] or 0.0 for name in ("tokens", "efficiency")}
     return PlanOptions(**found | {"gpu": find_gpu(found["gpu"], **figures), "ranks_per_node": ranks_per_node}), rest
 
 
@@ -75,6 +80,10 @@ def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= _LIMIT:
         raise click.BadParameter(f"{text!r} is not a number from 1 to {_LIMIT:,}")
     return int(text)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(_count(one) for one in text.split(",")))
 
 
 def _positive(text: str) -> float:
@@ -115,7 +124,7 @@ _COMMAND = click.Command(
     },
     params=[
         click.Option(["--config"], metavar="FILE.toml", help="the run; every setting has a default"),
-        click.Option(["--gpus"], type=_count, required=True, metavar="N", help="how many GPUs"),
+        click.Option(["--gpus"], type=_counts, required=True, metavar="N,...", help="how many GPUs; more are compared"),
         click.Option(["--gpu"], required=True, metavar="NAME", help=" | ".join(GPUS)),
         click.Option(["--ranks-per-node"], type=_count, default="8", metavar="N", help="GPUs of a node (8)"),
         *(
@@ -123,8 +132,8 @@ _COMMAND = click.Command(
             for name, (_, _, what) in _FIGURES.items()
         ),
         click.Option(
-            ["--efficiency"], type=_share, default=str(EFFICIENCY), metavar="X",
-            help=f"share of the peak that products reach ({EFFICIENCY}, assumed)",
+            ["--efficiency"], type=_share, metavar="X",
+            help="share of the peak that products reach; else one that is fitted to published runs",
         ),
         click.Option(
             ["--tokens"], type=_tokens, metavar="N", help="days to so many: 300e9, 15T; else the run's"
@@ -132,6 +141,9 @@ _COMMAND = click.Command(
         click.Option(
             ["--failures"], default="llama3", metavar="PRESET",
             help="llama3 | 8-percent-month | hours per GPU, as 50000h",
+        ),
+        click.Option(
+            ["--measured"], default="", metavar="FOLDER", help="compare with the log of a run, finished or not"
         ),
         click.Option(["--search"], is_flag=True, help="try layouts, and rank those that fit"),
         click.Option(["--top"], type=_count, default="5", metavar="N", help="how many of them to show (5)"),

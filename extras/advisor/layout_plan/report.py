@@ -7,11 +7,21 @@ from typing import Any
 
 from flashckpt.errors import LayoutError
 from flashckpt.trainer.config import RunConfig
-from flashckpt.trainer.model.flops import count_parameters, training_days
+from flashckpt.trainer.model.flops import count_parameters
 from flashckpt.trainer.parallel.layout import Layout, resolve_layout
 from flashckpt.trainer.parallel.schedules import bubble
+from flashckpt.trainer.plan.beyond import run_days, run_document
 from flashckpt.trainer.plan.failures import failure_forecast, gpu_hours
-from flashckpt.trainer.plan.forecast import RESERVED, Memory, float8_rate, is_plain, memory, speed, step_time
+from flashckpt.trainer.plan.forecast import (
+    RESERVED,
+    WAITED_FOR,
+    Memory,
+    float8_rate,
+    is_plain,
+    memory,
+    speed,
+    step_time,
+)
 from flashckpt.trainer.plan.gpus import Gpu
 from flashckpt.trainer.plan.held import SLOTS, stored_bytes, zero_bytes
 from flashckpt.trainer.plan.options import PlanOptions
@@ -43,11 +53,16 @@ def plan_document(one: LayoutChoice, options: PlanOptions, found: Found | None, 
         one: The run that is described.
         options: What was asked.
         found: What a search found; None without.
-        efficiency_from: "assumed", "given" or "measured on DEVICE".
+        efficiency_from: "fitted to published runs", "given" or "measured on DEVICE".
     """
     config, layout, gpu = one.config, one.layout, options.gpu
     parameters = count_parameters(config.model)
     checkpoint = stored_bytes(config, layout)
+    failures = failure_forecast(
+        one.memory, checkpoint, gpus=options.gpus, ranks_per_node=options.ranks_per_node,
+        hours=gpu_hours(options.failures), step_s=one.time.estimate_s,
+    )  # fmt: skip
+    step = step_document(one, gpu, options, failures["goodput"])
     return {
         "version": VERSION,
         "gpus": options.gpus,
@@ -66,11 +81,9 @@ def plan_document(one: LayoutChoice, options: PlanOptions, found: Found | None, 
         "zero": _by_stage(parameters, layout),
         "bubbles": _by_schedule(layout),
         "wire": [{**asdict(moved), "seconds": moved.seconds} for moved in one.time.traffic],
-        "step": step_document(one, gpu, options),
-        "failures": failure_forecast(
-            one.memory, checkpoint, gpus=options.gpus, ranks_per_node=options.ranks_per_node,
-            hours=gpu_hours(options.failures), step_s=one.time.estimate_s,
-        ) | {"preset": options.failures},
+        "step": step,
+        "run": run_document(config, layout, one.time, gpu, tokens=step["run_tokens"], goodput=failures["goodput"]),
+        "failures": failures | {"preset": options.failures},
         "checkpoint_bytes": checkpoint,
         "search": None if found is None else search_document(found, options),
     }  # fmt: skip
@@ -83,7 +96,7 @@ def _float8(one: LayoutChoice, gpu: Gpu) -> dict[str, float] | None:
 
 
 def _efficiency(one: LayoutChoice) -> float:
-    return one.time.peak_s / one.time.compute_s
+    return one.time.peak_s / one.time.products_s
 
 
 def layout_document(layout: Layout, config: RunConfig) -> dict[str, Any]:
@@ -93,6 +106,8 @@ def layout_document(layout: Layout, config: RunConfig) -> dict[str, Any]:
         "cp": layout.cp, "ep": layout.ep if config.model.experts else 0, "tp": layout.tp, "stages": layout.stages,
         "micro_batch": config.train.micro_batch,
         "micro_batches": layout.micro_batches, "bubble": layout.bubble, "data_parallel": config.parallel.data_parallel,
+        "zero": config.parallel.zero, "loss_chunk": config.train.loss_chunk, "offload": config.parallel.offload,
+        "activation_offload": config.parallel.activation_offload,
         "recompute": config.parallel.activation_checkpoint, "sequence_parallel": config.parallel.sequence_parallel,
     }  # fmt: skip
 
@@ -150,8 +165,8 @@ def _by_schedule(layout: Layout) -> dict[str, float]:
     return {name: bubble(name, layout.pp, per_rank, layout.micro_batches) for name, per_rank in stages.items()}
 
 
-def step_document(one: LayoutChoice, gpu: Gpu, options: PlanOptions) -> dict[str, Any]:
-    """Return times, utilisation, and days."""
+def step_document(one: LayoutChoice, gpu: Gpu, options: PlanOptions, goodput: float) -> dict[str, Any]:
+    """Return times, utilisation, and days, of which failures and checkpoints leave `goodput`."""
     time, train = one.time, one.config.train
     batch = train.global_batch * train.seq_len
     bounds = {
@@ -159,16 +174,20 @@ def step_document(one: LayoutChoice, gpu: Gpu, options: PlanOptions) -> dict[str
         for name, seconds in (("lower", time.lower_s), ("estimate", time.estimate_s), ("upper", time.upper_s))
     }
     tokens = options.tokens or float(batch * train.steps)
-    rate = bounds["estimate"]["tokens_per_s"]
+    days = run_days(one.config, time, tokens, goodput)
     return {
         "tokens": batch,
         "compute_s": time.compute_s,
+        "products_s": time.products_s,
         "communication_s": sum(moved.seconds for moved in time.traffic),
+        "exposed_s": time.exposed_s + sum(moved.seconds for moved in time.traffic if moved.dimension in WAITED_FOR),
+        "host_s": time.host_s,
         "optimizer_s": time.optimizer_s,
+        "straggling": time.straggling,
         **bounds,
         "run_tokens": tokens,
-        "days": training_days(tokens, rate),
-        "gpu_hours": training_days(tokens, rate) * 24 * options.gpus,
+        "days": days,
+        "gpu_hours": days * 24 * options.gpus,
     }
 
 

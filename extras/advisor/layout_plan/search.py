@@ -18,14 +18,19 @@ from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.config.parallel import ParallelConfig
 from flashckpt.trainer.model.flops import count_parameters
 from flashckpt.trainer.parallel.layout import Layout, resolve_layout
-from flashckpt.trainer.plan.forecast import EFFICIENCY, Memory, StepTime, is_plain, memory, step_time
+from flashckpt.trainer.plan.forecast import Memory, StepTime, is_plain, memory, step_time
 from flashckpt.trainer.plan.gpus import Gpu
 
-RECOMPUTE = ("none", "ffn", "full")
+RECOMPUTE = ("none", "selective", "ffn", "full")
 """From what costs nothing to what costs most."""
 
 SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 MICRO_BATCHES = (1, 2, 4, 8)
+ZERO = (1, 2, 3)
+LOSS_CHUNK = 1024
+SHORTEST_PART = 4096
+"""Tokens that context parallelism leaves to a rank at least: below, it waits more than it computes."""
+
 LARGE, LONG = 30e9, 2048
 _ALIKE = math.log(1.02)
 
@@ -48,7 +53,7 @@ class Found:
     dropped: dict[str, int]
 
 
-def search(config: RunConfig, gpus: int, gpu: Gpu, *, ranks_per_node: int, efficiency: float = EFFICIENCY) -> Found:
+def search(config: RunConfig, gpus: int, gpu: Gpu, *, ranks_per_node: int, efficiency: float = 0.0) -> Found:
     """Return the layouts of a run that fit, best first.
 
     Raises:
@@ -65,12 +70,14 @@ def search(config: RunConfig, gpus: int, gpu: Gpu, *, ranks_per_node: int, effic
         if layout.padding:  # it would run, and compute nothing in some rows
             dropped["train.global_batch is not divisible by dp x train.micro_batch"] += 1
             continue
-        needed = memory(one, layout, is_plain=is_plain(one, layout, gpu))
-        if not needed.fits(gpu):
+        for smaller in _smaller(one):
+            needed = memory(smaller, layout, is_plain=is_plain(smaller, layout, gpu))
+            if needed.fits(gpu):
+                time = step_time(smaller, layout, gpu, needed, ranks_per_node=ranks_per_node, efficiency=efficiency)
+                fit.append(LayoutChoice(config=smaller, layout=layout, memory=needed, time=time))
+                break
+        else:
             dropped[f"needs more than the {gpu.memory / 1e9:.0f} GB of a device"] += 1
-            continue
-        time = step_time(one, layout, gpu, needed, ranks_per_node=ranks_per_node, efficiency=efficiency)
-        fit.append(LayoutChoice(config=one, layout=layout, memory=needed, time=time))
     if not fit:
         (reason, _), *_ = dropped.most_common(1) or [("no degree divides", 0)]
         raise LayoutError(
@@ -95,8 +102,10 @@ def _order(one: LayoutChoice) -> tuple[float, ...]:
         one.config.train.micro_batch,
         RECOMPUTE.index(parallel.activation_checkpoint),
         one.layout.tp,
+        one.layout.cp,
         one.layout.pp,
         parallel.dp_replicate,
+        one.memory.peak,
         one.time.estimate_s,
     )
 
@@ -140,37 +149,56 @@ def to_paste(one: LayoutChoice) -> str:
     lines = ["[parallel]"]
     for name in (
         "pp", "dp_replicate", "dp_shard", "cp", "cp_exchange", "ep", "tp", "sequence_parallel", "loss_parallel", "data_parallel", "schedule",
-        "stages_per_rank", "activation_checkpoint", "sync_every", "outer_rate", "outer_momentum",
+        "stages_per_rank", "zero", "offload", "activation_checkpoint", "activation_offload", "sync_every", "outer_rate",
+        "outer_momentum",
     ):  # fmt: skip
         value = getattr(parallel, name)
         if value != getattr(default, name):
             text = f'"{value}"' if isinstance(value, str) else str(value).lower()
             lines.append(f"{name} = {text}")
-    return "\n".join([*lines, "", "[train]", f"micro_batch = {one.config.train.micro_batch}"]) + "\n"
+    train = [f"micro_batch = {one.config.train.micro_batch}"]
+    train += [f"loss_chunk = {one.config.train.loss_chunk}"] if one.config.train.loss_chunk else []
+    return "\n".join([*lines, "", "[train]", *train]) + "\n"
 
 
 def _variants(config: RunConfig, gpus: int, ranks_per_node: int) -> Iterator[RunConfig]:
-    for pp, tp in _degrees(config, gpus, ranks_per_node):
-        for data_parallel, replicas, shards in _data_degrees(
-            config, gpus // (pp * tp * config.parallel.cp), tp, ranks_per_node
-        ):
+    for pp, tp, cp in _degrees(config, gpus, ranks_per_node):
+        for data_parallel, replicas, shards in _data_degrees(config, gpus // (pp * tp * cp), tp * cp, ranks_per_node):
             schedules = SCHEDULES if pp > 1 else SCHEDULES[:1]
-            degrees = _expert_degrees(config, shards * config.parallel.cp, ranks_per_node // tp)
-            for ep, schedule, micro_batch, mode in itertools.product(degrees, schedules, MICRO_BATCHES, RECOMPUTE):
+            degrees = _expert_degrees(config, shards * cp, ranks_per_node // tp)
+            stages = ZERO if pp == 1 and shards * cp > 1 and data_parallel == "fsdp" else (-1,)
+            for ep, schedule, micro_batch, mode, zero in itertools.product(
+                degrees, schedules, MICRO_BATCHES, RECOMPUTE, stages
+            ):
                 parallel = replace(
-                    config.parallel, pp=pp, tp=tp, dp_replicate=replicas, dp_shard=shards, ep=ep, schedule=schedule,
-                    stages_per_rank=0, layers_per_stage=(), activation_checkpoint=mode, sequence_parallel=True,
-                    loss_parallel=tp > 1 and config.parallel.loss_parallel, data_parallel=data_parallel,
+                    config.parallel, pp=pp, tp=tp, cp=cp, dp_replicate=replicas, dp_shard=shards, ep=ep,
+                    schedule=schedule, stages_per_rank=0, layers_per_stage=(), activation_checkpoint=mode,
+                    sequence_parallel=True, loss_parallel=tp > 1 and config.parallel.loss_parallel,
+                    data_parallel=data_parallel, zero=zero,
                 )  # fmt: skip
                 train = replace(config.train, micro_batch=micro_batch)
                 yield replace(config, parallel=parallel, train=train)
 
 
-def _degrees(config: RunConfig, gpus: int, ranks_per_node: int) -> Iterator[tuple[int, int]]:
+def _smaller(one: RunConfig) -> Iterator[RunConfig]:
+    """Yield a run, and with what needs less memory for some time: pieces of the loss, then what forward keeps, then the state in host memory."""
+    yield one
+    if one.parallel.tp == 1 and not one.train.loss_chunk:
+        one = replace(one, train=replace(one.train, loss_chunk=LOSS_CHUNK))
+        yield one
+    if one.parallel.activation_checkpoint in ("none", "ffn") and not one.train.compile:
+        one = replace(one, parallel=replace(one.parallel, activation_offload=True))
+        yield one
+    if one.parallel.pp == 1 and one.parallel.data_parallel == "fsdp":
+        yield replace(one, parallel=replace(one.parallel, offload="state"))
+
+
+def _degrees(config: RunConfig, gpus: int, ranks_per_node: int) -> Iterator[tuple[int, int, int]]:
+    most = max(1, config.train.seq_len // SHORTEST_PART)
+    cuts = dict.fromkeys((config.parallel.cp, *(2**power for power in range(most.bit_length()))))
     for tp in (2**power for power in range(ranks_per_node.bit_length())):
         for pp in range(1, config.model.layers + 1):
-            if gpus % (tp * pp * config.parallel.cp) == 0:
-                yield pp, tp
+            yield from ((pp, tp, cp) for cp in cuts if gpus % (tp * pp * cp) == 0)
 
 
 def _expert_degrees(config: RunConfig, ranks: int, inside: int) -> list[int]:
@@ -181,15 +209,15 @@ def _expert_degrees(config: RunConfig, ranks: int, inside: int) -> list[int]:
     return list(dict.fromkeys(0 if each == ranks else each for each in (most, math.gcd(most, max(1, inside)))))
 
 
-def _data_degrees(config: RunConfig, dp: int, tp: int, ranks_per_node: int) -> Iterator[tuple[str, int, int]]:
+def _data_degrees(config: RunConfig, dp: int, cut: int, ranks_per_node: int) -> Iterator[tuple[str, int, int]]:
     """Yield (data_parallel, dp_replicate, dp_shard): cut over all, over a node and repeated, or repeated everywhere."""
     if config.parallel.sync_every:  # another number of groups is another run, not another layout
         if dp % config.parallel.dp_replicate == 0:
             yield "fsdp", config.parallel.dp_replicate, dp // config.parallel.dp_replicate
         return
     yield "fsdp", 1, dp
-    inside = ranks_per_node // (tp * config.parallel.cp)
+    inside = ranks_per_node // cut
     if 1 < inside < dp and dp % inside == 0:
         yield "fsdp", dp // inside, inside
-    if tp == 1 and dp > 1 and not config.model.experts:
+    if cut == 1 and dp > 1 and not config.model.experts:
         yield "ddp", dp, 1

@@ -7,30 +7,75 @@ from typing import Any
 
 from flashckpt.cli.common import human_bytes
 from flashckpt.cli.quantity import show_s
+from flashckpt.trainer.plan.beyond import WORTH_DAYS
 
 
 def as_text(plan: dict[str, Any]) -> str:
-    """Return a document of `plan_document` as text."""
-    parts = [_head(plan), _memory(plan), _wire(plan), _step(plan), _failures(plan)]
+    """Return a document of `plan_document` as text: a summary of 80 columns, then the parts behind it."""
+    parts = [_summary(plan), _head(plan), _memory(plan), _wire(plan), _step(plan), _besides(plan), _failures(plan)]
+    if plan["scaling"]:
+        parts.append(_scaling(plan["scaling"]))
     if plan["search"] is not None:
         parts.append(_search(plan["search"]))
     return "\n\n".join("\n".join(lines) for lines in parts) + "\n"
 
 
+def _summary(plan: dict[str, Any]) -> list[str]:
+    step, held, run = plan["step"], plan["memory"], plan["run"]
+    room = "fits" if held["fits"] else "DOES NOT FIT"
+    peak = max(held["step_bytes"], held["restore_bytes"], held["start_bytes"])
+    lines = [
+        f"{plan['gpus']:,} x {plan['gpu']['name']}: {show_days(step['days'])} and {step['gpu_hours']:,.0f} GPU hours",
+        f"for {step['run_tokens']:.3g} tokens; MFU {step['estimate']['mfu']:.1%}, {step['estimate']['tokens_per_s']:,.0f} tokens/s",
+        f"{human_bytes(peak)} of {human_bytes(held['usable_bytes'])} per device: {room}",
+        f"{run['gpu_days']:,.0f} GPU days; a thousand GPUs pay from {WORTH_DAYS:,}{'' if run['needs_thousand'] else ', so they do not'}",
+    ]
+    return lines + (_measured(plan["measured"], plan["efficiency"]["share"]) if plan["measured"] else [])
+
+
+def _measured(found: dict[str, Any], planned: float) -> list[str]:
+    lines = [
+        f"planned MFU {found['planned_mfu']:.1%}, measured {found['mfu']:.1%} (median of {found['steps']:,} steps)"
+    ]
+    if found["efficiency"] is None:
+        lines.append("no --efficiency makes the plan as slow or as fast: products are not what differs")
+    else:
+        lines.append(f"as measured: --efficiency {found['efficiency']:.2g} (planned: {planned:.2g})")
+    return [*lines, *(f"change {text}" for text in found["change"])]
+
+
+def show_days(days: float) -> str:
+    """Return days, above a thousand years."""
+    return f"{days:,.3g} days" if days < 1000 else f"{days / 365.25:,.1f} years"
+
+
 def _head(plan: dict[str, Any]) -> list[str]:
     model, gpu, layout = plan["model"], plan["gpu"], plan["layout"]
     active = f", {model['active_parameters']:,} active" if model["active_parameters"] != model["parameters"] else ""
+    saved = [f"zero {layout['zero']}"] if layout["zero"] >= 0 else []
+    saved += [f"loss_chunk {layout['loss_chunk']}"] if layout["loss_chunk"] else []
+    saved += [f"offload {layout['offload']}"] if layout["offload"] != "none" else []
+    saved += ["activation_offload"] if layout["activation_offload"] else []
     return [
+        f"{model['parameters']:,} parameters{active}",
         (
-            f"{model['parameters']:,} parameters{active}; {model['flops_per_token'] / 1e9:,.3g} GFLOPs per token, "
-            f"{model['hardware_flops_per_token'] / 1e9:,.3g} with what is computed again"
+            f"{model['flops_per_token'] / 1e9:,.3g} GFLOPs per token, {model['hardware_flops_per_token'] / 1e9:,.3g} with what "
+            f"is computed again; {plan['run']['flops']:.3g} in all"
         ),
         (
-            f"{plan['gpus']:,} x {gpu['name']}: {gpu['memory'] / 1e9:.0f} GB, {gpu['flops'] / 1e12:,.4g} TFLOPS, of which "
-            f"products reach {plan['efficiency']['share']:.0%} ({plan['efficiency']['from']})"
+            f"{gpu['memory'] / 1e9:.0f} GB and {gpu['flops'] / 1e12:,.4g} TFLOPS each; products reach "
+            f"{plan['efficiency']['share']:.0%} ({plan['efficiency']['from']})"
         ),
         *_float8(plan["float8"], model["hardware_flops_per_token"]),
-        f"{layout['text']}; micro-batch {layout['micro_batch']}, {layout['data_parallel']}, recompute {layout['recompute']}",
+        layout["text"],
+        ", ".join(
+            [
+                f"micro-batch {layout['micro_batch']}",
+                layout["data_parallel"],
+                f"recompute {layout['recompute']}",
+                *saved,
+            ]
+        ),
     ]
 
 
@@ -79,18 +124,55 @@ def _wire(plan: dict[str, Any]) -> list[str]:
 def _step(plan: dict[str, Any]) -> list[str]:
     step = plan["step"]
     one = step["estimate"]
+    host = f", host link {show_s(step['host_s'])}" if step["host_s"] else ""
     return [
         (
             f"step of {step['tokens']:,} tokens: {show_s(one['seconds'])} ({show_s(step['lower']['seconds'])} to "
-            f"{show_s(step['upper']['seconds'])}): compute {show_s(step['compute_s'])}, communication "
-            f"{show_s(step['communication_s'])}, optimizer {show_s(step['optimizer_s'])}, bubble {plan['layout']['bubble']:.1%}"
+            f"{show_s(step['upper']['seconds'])})"
         ),
         (
-            f"  MFU {one['mfu']:.1%} ({step['upper']['mfu']:.1%} to {step['lower']['mfu']:.1%}), HFU {one['hfu']:.1%}, "
-            f"{one['tokens_per_s']:,.0f} tokens/s"
+            f"  compute {show_s(step['compute_s'])}, of which products {show_s(step['products_s'])}; optimizer "
+            f"{show_s(step['optimizer_s'])}{host}"
         ),
-        f"  {step['run_tokens']:.3g} tokens: {step['days']:,.3g} days, {step['gpu_hours']:,.0f} GPU hours",
+        (
+            f"  communication {show_s(step['communication_s'])}, of which not hidden {show_s(step['exposed_s'])}; bubble "
+            f"{plan['layout']['bubble']:.1%}, slowest rank {step['straggling'] - 1:.1%}"
+        ),
+        f"  MFU {one['mfu']:.1%} ({step['upper']['mfu']:.1%} to {step['lower']['mfu']:.1%}), HFU {one['hfu']:.1%}",
     ]
+
+
+def _besides(plan: dict[str, Any]) -> list[str]:
+    run, use = plan["run"], plan["run"]["inference"]
+    parts = ", ".join(f"{one['part']} {one['flops_per_byte']:,.3g} ({one['bound']})" for one in run["intensity"])
+    lines = [f"run: {run['flops']:.3g} FLOPs, {run['wire_bytes']:.3g} bytes sent by all ranks"]
+    lines += [f"  {channel}: {count:,.3g} epochs of what is prepared" for channel, count in run["epochs"].items()]
+    return [
+        *lines,
+        f"FLOPs per byte, where {run['ridge']:,.0f} are needed to be bound by computing: {parts}",
+        (
+            f"the trained model: {use['flops_per_token'] / 1e9:,.3g} GFLOPs per token, {human_bytes(use['weight_bytes'])} of 16-bit "
+            f"weights on {use['gpus']} or more"
+        ),
+        (
+            f"  keys and values {human_bytes(use['kv_bytes_per_token'])} per token, {human_bytes(use['kv_bytes_per_row'])} per row; "
+            f"at most {use['tokens_per_s_alone']:,.3g} tokens/s for one reader on one"
+        ),
+        f"  by rule of thumb {human_bytes(run['rule_bytes'])}: 6 GB per 10^9 parameters",
+    ]
+
+
+def _scaling(rows: Sequence[dict[str, Any]]) -> list[str]:
+    lines = ["   GPUs        step        days   GPU hours  speed-up  of ideal"]
+    for one in rows:
+        if "problem" in one:
+            lines.append(f"{one['gpus']:>7,}  {one['problem']}")
+        else:
+            lines.append(
+                f"{one['gpus']:>7,}  {show_s(one['step_s']):>10}  {one['days']:>10,.3g}  {one['gpu_hours']:>10,.0f}  "
+                f"{one['speedup']:>8.2f}  {one['efficiency']:>8.0%}"
+            )
+    return lines
 
 
 def _failures(plan: dict[str, Any]) -> list[str]:
@@ -112,11 +194,7 @@ def _search(search: dict[str, Any]) -> list[str]:
     for number, one in enumerate(search["ranked"], 1):
         lines += [
             f"  {number}. {one['text']}; micro-batch {one['micro_batch']}, {one['data_parallel']}, recompute {one['recompute']}",
-            f"     {human_bytes(one['peak_bytes'])}, {show_s(one['step_s'])}, MFU {one['mfu']:.1%}: {_list(one['reasons'])}",
+            f"     {human_bytes(one['peak_bytes'])}, {show_s(one['step_s'])}, MFU {one['mfu']:.1%}: {'; '.join(one['reasons'])}",
         ]
     lines += ["dropped:", *(f"  {count:5} {reason}" for reason, count in search["dropped"].items())]
     return [*lines, "", "the settings of the first:", "", *search["paste"].rstrip().splitlines()]
-
-
-def _list(reasons: Sequence[str]) -> str:
-    return "; ".join(reasons)

@@ -2,6 +2,9 @@
 
 Per layer and micro-batch, in elements: tensor parallelism 8 b s h, data parallelism twice the weights (16 h^2 for the two
 matrices of a feed-forward part of 4 h), a pipeline 2 b s h per stage. Of n ranks in a ring each sends (n - 1) / n of that.
+
+Each collective also waits for a message to go round: NCCL's own figures for a ring with its simple protocol (src/graph/tuning.cc).
+Links carry 0.8 of their data sheet: nccl-tests' bus bandwidth for large messages, 235 of 300 GB/s on a DGX A100, 370 of 450 on a DGX H100.
 """
 
 from __future__ import annotations
@@ -16,6 +19,10 @@ from flashckpt.trainer.plan.gpus import Gpu
 from flashckpt.trainer.plan.held import StateBytes
 
 NODE_LINK, NETWORK = "node", "network"
+CARRIED = 0.8
+"""Share of a link's rate that large messages reach."""
+
+_START_S, _HOP_S = 8.4e-6, {NODE_LINK: 3.4e-6, NETWORK: 14e-6}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,18 +35,20 @@ class Traffic:
             ranks of cp too, which one of the data-parallel dimensions has in it.
         sent: Bytes that a rank sends per step.
         link: "node" or "network".
-        rate: Bytes per second of that link for one rank, in one direction.
+        rate: Bytes per second of that link for one rank, in one direction, by its data sheet.
+        latency_s: Seconds of the step's messages without their bytes.
     """
 
     dimension: str
     sent: int
     link: str
     rate: float
+    latency_s: float = 0.0
 
     @property
     def seconds(self) -> float:
-        """How long that takes at least."""
-        return self.sent / self.rate
+        """How long that takes."""
+        return self.sent / (CARRIED * self.rate) + self.latency_s
 
 
 def data_elements(weights: int) -> int:
@@ -65,15 +74,35 @@ def traffic(
         "tp": _tensor(config, layout, pp_rank),
         "cp": _context(config, layout, pp_rank),
         "ep": _experts(config, layout, pp_rank),
-        "edp": _gathers(config, layout) * held.experts * _ring(layout.edp),
+        "edp": _passed(config, layout) * held.experts * _ring(layout.edp),
         "dp_shard": _shards(config, layout, held),
         "dp_replicate": _replicas(layout, held),
         "pp": _pipeline(config, layout),
     }
-    return [_over_link(name, round(nbytes), layout, gpu, ranks_per_node) for name, nbytes in sent.items() if nbytes]
+    count = messages(config, layout, pp_rank)
+    return [
+        _over_link(name, round(nbytes), count[name], layout, gpu=gpu, ranks_per_node=ranks_per_node)
+        for name, nbytes in sent.items()
+        if nbytes
+    ]
 
 
-def _over_link(name: str, sent: int, layout: Layout, gpu: Gpu, ranks_per_node: int) -> Traffic:
+def messages(config: RunConfig, layout: Layout, pp_rank: int) -> dict[str, float]:
+    """Return how many collectives a rank of a pipeline takes part in per step, by dimension; FSDP's and DDP's one per block."""
+    layers = [number for stage in layout.stages_of(pp_rank) for number in layout.stage_layers[stage]]
+    modes = [recompute_of(config.parallel.activation_checkpoint, number) for number in layers]
+    each = len(layers) * layout.micro_batches
+    gathers, scatters = rounds(config, layout)
+    of_weights = float(len(layers) * (gathers + scatters))
+    return {
+        "tp": layout.micro_batches * sum(8 + {"full": 4, "ffn": 2}.get(mode, 0) for mode in modes),
+        "cp": layout.micro_batches * sum(2 + (mode == FULL) for mode in modes),
+        "ep": 4.0 * each, "edp": of_weights, "dp_shard": of_weights, "dp_replicate": 2.0 * len(layers),
+        "pp": 2.0 * layout.stages_per_rank * layout.micro_batches,
+    }  # fmt: skip
+
+
+def _over_link(name: str, sent: int, count: float, layout: Layout, *, gpu: Gpu, ranks_per_node: int) -> Traffic:
     """Ranks count tp fastest, then cp, dp_shard, dp_replicate, pp: a dimension inside a node uses its links."""
     stride, degree = {
         "tp": (1, layout.tp),
@@ -84,11 +113,16 @@ def _over_link(name: str, sent: int, layout: Layout, gpu: Gpu, ranks_per_node: i
         "dp_replicate": (layout.tp * layout.dp_shard, layout.dp_replicate),
         "pp": (layout.world // layout.pp, layout.pp),
     }[name]
+    ring = 2 if name == "pp" else degree
     if stride * degree <= ranks_per_node:
-        return Traffic(dimension=name, sent=sent, link=NODE_LINK, rate=gpu.node_link)
+        latency = count * (_START_S + (ring - 1) * _HOP_S[NODE_LINK])
+        return Traffic(dimension=name, sent=sent, link=NODE_LINK, rate=gpu.node_link, latency_s=latency)
     # Of a ring, only the ends of each node use the network: all adapters that its members there have, together.
     members = max(1, ranks_per_node // stride) if name != "pp" else 1
-    return Traffic(dimension=name, sent=sent, link=NETWORK, rate=min(gpu.node_link, gpu.network * members))
+    nodes = -(-ring // members)
+    latency = count * (_START_S + (ring - nodes) * _HOP_S[NODE_LINK] + (nodes - 1) * _HOP_S[NETWORK])
+    rate = min(gpu.node_link, gpu.network * members)
+    return Traffic(dimension=name, sent=sent, link=NETWORK, rate=rate, latency_s=latency)
 
 
 def _ring(ranks: int) -> float:
@@ -146,13 +180,20 @@ def _experts(config: RunConfig, layout: Layout, pp_rank: int) -> float:
 def _shards(config: RunConfig, layout: Layout, held: StateBytes) -> float:
     if layout.dp_shard == 1 or config.parallel.data_parallel == "ddp" or not needs_fsdp(config, layout):
         return 0.0
-    return _gathers(config, layout) * (held.whole - held.experts) * _ring(layout.dp_shard)
+    return _passed(config, layout) * (held.whole - held.experts) * _ring(layout.dp_shard)
 
 
-def _gathers(config: RunConfig, layout: Layout) -> int:
+def _passed(config: RunConfig, layout: Layout) -> int:
     """Return the bytes that pass for each element that is gathered, its gradient with them, which is scattered in float32."""
-    gathers = 1 if layout.pp > 1 else 2 * layout.micro_batches  # with a pipeline they stay for the step
-    return gathers * itemsize(config) + MASTER
+    gathers, scatters = rounds(config, layout)
+    return gathers * itemsize(config) + scatters * MASTER
+
+
+def rounds(config: RunConfig, layout: Layout) -> tuple[int, int]:
+    """Return how often FSDP gathers weights and scatters gradients in a step: up to ZeRO 2 what is gathered stays, from it on gradients do not."""
+    zero = config.parallel.zero
+    stays = layout.pp > 1 or zero in (0, 1, 2)
+    return 1 if stays else 2 * layout.micro_batches, layout.micro_batches if zero >= 2 else 1
 
 
 def _replicas(layout: Layout, held: StateBytes) -> float:

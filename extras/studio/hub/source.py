@@ -24,6 +24,7 @@ from flashckpt.trainer.config import RunConfig, from_values
 from flashckpt.trainer.config.model import ModelConfig
 from flashckpt.trainer.hub.families import HubTensor, router_biases, tensors_of
 from flashckpt.trainer.hub.hub_config import from_hub
+from flashckpt.trainer.hub.root_files import kept
 
 Bytes = npt.NDArray[np.uint8]
 CONFIG = "config.json"
@@ -230,6 +231,10 @@ class SavedWeights:
             remedy="give its checkpoint root instead: there the newest checkpoint is whole",
         )
 
+    def kept(self) -> Mapping[str, bytes]:
+        """Return the files that the run left beside its checkpoints."""
+        return {}
+
     @property
     def init_from(self) -> str:
         """Where the weights of the run came from; "" if it drew them."""
@@ -295,9 +300,13 @@ class CheckpointWeights(SavedWeights):
         info = choose(store, step)
         with ExitStack() as held:
             manifest = held.enter_context(reading(store, info.prefix))
-            self.source = StorageSource(store, manifest, info.prefix)
+            self.source, self._store = StorageSource(store, manifest, info.prefix), store
             super().__init__([self.source], manifest.values, f"{store.url}/{info.prefix}", label)
             self._held = held.pop_all()
+
+    def kept(self) -> Mapping[str, bytes]:
+        """See SavedWeights."""
+        return kept(self._store)
 
     def close(self) -> None:
         """See WeightSource."""

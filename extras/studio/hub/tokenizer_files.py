@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from flashckpt.errors import ConfigError
-from flashckpt.trainer.config import from_values
+from flashckpt.trainer.config import RunConfig, from_values
+from flashckpt.trainer.config.changes import recorded_values
 from flashckpt.trainer.data.byte_tokenizer import byte_tokenizer
 from flashckpt.trainer.data.prepare import read_indexes, settings_of
 from flashckpt.trainer.hub.source import BESIDE, CONFIG, CheckpointWeights, SavedWeights, read_json
@@ -27,16 +28,38 @@ def files_of_folder(folder: Path) -> dict[str, bytes]:
 def files_of_saved(source: SavedWeights, options: Mapping[str, Any] | None = None) -> dict[str, bytes]:
     """Return the files that go with saved weights, from the first place that has some; {} where nobody knows.
 
-    They are stored with the checkpoint (`hub import`), lie in the folder of the prepared data, lie where the weights
-    came from (`init.from`); a run on bytes has a tokenizer of bytes.
+    They are stored with the checkpoint (`hub import`), lie beside the checkpoints (`root_files`), in the folder of the
+    prepared data, or where the weights came from (`init.from`); a run on bytes has a tokenizer of bytes.
 
     Raises:
         ConfigError: The run's own tokenizer is there and cannot be read: that of another place might be another one.
     """
-    found = dict(source.beside) or _of_run(source, options)
+    found = dict(source.beside)
+    if not has_tokenizer(found):
+        found = {**(source.kept() or _of_run(source, options)), **found}
     data = source.recorded.get("data")
     is_bytes = _reads_bytes(data) or (source.model.vocab == 256 and not _own_tokenizers(data))
     return {**byte_tokenizer(), **found} if is_bytes and not has_tokenizer(found) else found
+
+
+def files_of_run(config: RunConfig) -> dict[str, bytes]:
+    """Return the tokenizer of a run that begins, with what lies beside it; {} for a run on bytes, or where none is found.
+
+    What weights came with (`init.from`: config.json, a chat template) is in it if its tokenizer is the same, or the only one.
+    """
+    data = recorded_values(config)["data"]
+    found = _prepared(data, Path())
+    place = Path(str(data.get("tokenizer") or "")).expanduser()
+    folder = place.parent if place.suffix == ".json" else place
+    if found and data.get("tokenizer") and folder.is_dir():
+        near = {name: content for name, content in files_of_folder(folder).items() if name in BESIDE[2:]}
+        found = {**near, **found} if near.get(TOKENIZER) == found[TOKENIZER] else found
+    if not (came_from := config.init.from_) or _reads_bytes(data):
+        return found
+    origin = _of_origin(came_from, config.checkpoint.storage_options)
+    if found and origin.get(TOKENIZER) != found[TOKENIZER]:
+        return found
+    return {**origin, **found} if has_tokenizer(origin) else found
 
 
 def has_tokenizer(files: Mapping[str, bytes]) -> bool:
@@ -75,8 +98,10 @@ def _of_origin(where: str, options: Mapping[str, Any] | None) -> dict[str, bytes
         origin = CheckpointWeights(where, options=options)
     except Exception:  # noqa: BLE001 -- gone or elsewhere: the weights are here, and the caller learns that there is no tokenizer
         return {}
-    origin.close()
-    return dict(origin.beside)
+    try:
+        return dict(origin.beside) or dict(origin.kept())
+    finally:
+        origin.close()
 
 
 def _reads_bytes(data: Any) -> bool:

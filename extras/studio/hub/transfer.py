@@ -21,6 +21,7 @@ from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.config.changes import recorded_values
 from flashckpt.trainer.config.model import ModelConfig
 from flashckpt.trainer.data.vocabulary import END_TOKEN
+from flashckpt.trainer.hub.card import CARD, card
 from flashckpt.trainer.hub.families import HubTensor, tensors_of
 from flashckpt.trainer.hub.hub_config import to_hub
 from flashckpt.trainer.hub.source import (
@@ -128,7 +129,10 @@ def export_folder(
         values = to_hub(source.model, source.run.train.seq_len, tensors[0].dtype, before)
         if values.get("eos_token_id") is None:
             values["eos_token_id"] = _end_of(beside)
-        beside[CONFIG] = (json.dumps(values, indent=2) + "\n").encode()
+        beside[CONFIG] = _json(values)
+        for name, content in generation_files(beside, values).items():
+            beside.setdefault(name, content)
+        beside[CARD] = card(source, values, has_tokenizer(beside))
         nbytes = sum(one.nbytes for one in tensors)
         with replacing(folder, nbytes=nbytes + _OVERHEAD_BYTES, force=force, is_ours=_is_ours) as temporary:
             metadata = {"flashckpt.step": str(source.source.manifest.step)}
@@ -176,6 +180,25 @@ def _beside(source: CheckpointWeights, tokenizer: str, options: Mapping[str, Any
     return files_of_saved(source, options)
 
 
+def generation_files(beside: Mapping[str, bytes], values: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return generation_config.json, and for a tokenizer of ours its settings, which name the token that ends a text."""
+    end = values.get("eos_token_id")
+    if end is None:
+        return {}
+    ids = {name: values.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    found = {"generation_config.json": _json({name: token for name, token in ids.items() if token is not None})}
+    if _end_of(beside) == end:
+        found["tokenizer_config.json"] = _json({
+            "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_TOKEN, "clean_up_tokenization_spaces": False,
+            "model_max_length": values["max_position_embeddings"],
+        })  # fmt: skip
+    return found
+
+
+def _json(values: Mapping[str, Any]) -> bytes:
+    return (json.dumps(values, indent=2) + "\n").encode()
+
+
 def _end_of(files: Mapping[str, bytes]) -> int | None:
     """Return the token that ends a document in a tokenizer of ours: with None `generate` of transformers never stops."""
     try:
@@ -186,4 +209,4 @@ def _end_of(files: Mapping[str, bytes]) -> int | None:
 
 
 def _is_ours(path: Path) -> bool:
-    return st.is_ours(path) or (path.is_file() and path.name in BESIDE)
+    return st.is_ours(path) or (path.is_file() and path.name in (*BESIDE, CARD))

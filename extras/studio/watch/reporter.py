@@ -79,9 +79,10 @@ class Reporter:
 
     def step(self, record: StepRecord) -> None:
         """Write one finished step."""
-        # every expert of every layer is thousands of numbers in some models: as often as the log has a line
-        self._trace.write(record.to_line(each_expert=record.step % self._every == 0))
         figures = self._meter.measure(record)
+        # every expert of every layer is thousands of numbers in some models: as often as the log has a line
+        each_expert = record.step % self._every == 0
+        self._trace.write(record.to_line(each_expert=each_expert, device_gib=figures.device_gib))
         self._display.show(record, figures)
         if self._pages:
             self._draw(curves(record, figures, self._world), record.step)

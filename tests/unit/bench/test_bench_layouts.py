@@ -17,7 +17,6 @@ from flashckpt.bench.layouts import (
     persisted_bytes,
     rank_shards,
     scaled,
-    stage_layers,
 )
 from flashckpt.core.shard import ITEMSIZE, Box, layout_hash
 from flashckpt.errors import LayoutError
@@ -106,12 +105,6 @@ def test_table_is_the_same_in_every_process() -> None:
     assert held_bytes(rank_shards(layout, 3)) == sum(
         math.prod(s.lengths) * ITEMSIZE[s.dtype] for s in rank_shards(layout, 3)
     )
-
-
-def test_stages_hold_consecutive_layers_and_all_of_them() -> None:
-    stages = [stage_layers(126, 32, stage) for stage in range(32)]
-    assert [layer for stage in stages for layer in stage] == list(range(126))
-    assert {len(stage) for stage in stages} == {3, 4}
 
 
 @pytest.mark.parametrize("arguments", [{"tp": 0}, {"dp": -1}, {"pp": 33}, {"zero": 2}, {"tp": 4096}], ids=str)

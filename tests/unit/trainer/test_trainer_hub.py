@@ -232,7 +232,7 @@ def test_a_run_has_its_tokenizer_wherever_it_is_asked_for(settings: Any, tmp_pat
     monkeypatch.chdir("/")
     origin = settings.get("init", {}).get("from", "")
     saved: Any = SimpleNamespace(
-        beside={}, recorded=state["config"], cwd=state["cwd"], init_from=origin, model=RunConfig().model
+        beside={}, kept=dict, recorded=state["config"], cwd=state["cwd"], init_from=origin, model=RunConfig().model
     )
     found = files_of_saved(saved)["tokenizer.json"]
     assert found == (b'{"of": "words"}' if "words" in str(settings) else byte_tokenizer()["tokenizer.json"])

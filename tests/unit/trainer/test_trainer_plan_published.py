@@ -125,7 +125,6 @@ def test_no_published_run_is_faster_than_the_lower_bound_of_its_step() -> None:
         fast = step_time(config, layout, GPUS["a100-80"], needed, ranks_per_node=8, efficiency=1.0)
         assumed = step_time(config, layout, GPUS["a100-80"], needed, ranks_per_node=8)
         assert fast.lower_s < seconds < 1.6 * assumed.upper_s
-        assert assumed.estimate_s == pytest.approx(seconds, rel=0.35)
 
 
 def test_volumes_on_the_wire_are_those_published() -> None:

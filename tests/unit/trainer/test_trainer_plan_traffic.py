@@ -14,9 +14,7 @@ from flashckpt.trainer.parallel.layout import resolve_layout
 from flashckpt.trainer.parallel.schedules import idle_forwards
 from flashckpt.trainer.plan.gpus import GPUS
 from flashckpt.trainer.plan.held import held
-from flashckpt.trainer.plan.wire import (
-    traffic,
-)
+from flashckpt.trainer.plan.wire import CARRIED, traffic
 
 CONFIGS = ROOT / "configs"
 H100 = GPUS["h100"]
@@ -188,4 +186,6 @@ def test_a_dimension_within_a_node_uses_its_links_and_others_the_network() -> No
     assert found["dp_shard"].rate == found["pp"].rate == H100.network
     flat = moved(from_values({"train": {"global_batch": 16}}), 16)["dp_shard"]
     assert flat.rate == min(H100.node_link, 8 * H100.network)  # all adapters of a node carry one ring
-    assert flat.seconds == flat.sent / flat.rate
+    assert flat.seconds == flat.sent / (CARRIED * flat.rate) + flat.latency_s
+    # 4 blocks, gathered twice and scattered once: to start, 14 hops inside of nodes, one between them
+    assert flat.latency_s == pytest.approx(4 * 3 * (8.4e-6 + 14 * 3.4e-6 + 14e-6))
