@@ -32,6 +32,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "dashboard": ("", "Show a running or finished job as one page."),
     "doctor": ("flashckpt.cli.doctor:doctor", "Check this machine and a root for what would stop a job."),
     "examples": ("flashckpt.cli.examples:examples", "List example programs and configurations, or write them here."),
+    "check": ("", "Run a training script with and without a kill: does it continue exactly?"),
     "bench": ("", "Measure memory and storage the way flashckpt uses them."),
     "plan": ("", "Advise on intervals from measured or assumed costs."),
 }
