@@ -106,7 +106,10 @@ def _refuse_unusable(run: Ran, kill_after: int) -> None:
     elif not steps:
         problem, remedy = "the script takes no step", "call ckpt.step(n) after each optimizer step"
     else:
-        problem, remedy = "the script ends before the kill", f"--kill-after {max(steps - 1, 1)} --steps {steps}, or more data"
+        problem, remedy = (
+            "the script ends before the kill",
+            f"--kill-after {max(steps - 1, 1)} --steps {steps}, or more data",
+        )
     raise NotCheckedError(
         problem,
         found=run.why() if run.code else counted(steps, "step"),

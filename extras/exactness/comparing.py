@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from flashckpt.exactness.records import BEGINS, ENDS, RESTORED, Life, Seen
 
 EXACT, NOT_EXACT, NOT_DETERMINISTIC = "exact", "not exact", "not deterministic"
-_DRAWN = "something draws from it or seeds it between restore() and the first step: a shuffle, weights, a seed in the loop"
+_DRAWN = (
+    "something draws from it or seeds it between restore() and the first step: a shuffle, weights, a seed in the loop"
+)
 _ELASTIC = "take the data from an ElasticSampler, track it, and give it to the loader"
 _ORDER = ("state", "changed", "object", "generator", "tensor", "data", "value")
 
@@ -109,14 +111,16 @@ def continued(unbroken: Life, restarted: Life, *, ignored: Sequence[str] = ()) -
     before = _differing(_of(unbroken, BEGINS, at + 1), _of(restarted, BEGINS, at + 1), ignored)
     if not _of(restarted, BEGINS, at + 1):  # no tracked model is called as one
         before = _differing(_of(unbroken, ENDS, at + 1), _of(restarted, ENDS, at + 1), ignored)
-    causes = _of_state(given, before, at)
+    carried = {path for path, leaf in _of(unbroken, ENDS, at).items() if before.get(path) == leaf}
+    causes = _of_state(given, before, carried, at)
     for path, leaf in before.items():
-        if leaf.kind in ("object", "tensor", "value") and path in kept:
-            causes.append(_of_variable(path, leaf, kept[path], _of(restarted, BEGINS, at + 1).get(path)))
+        is_state = path in carried or leaf.kind != "tensor"  # a tensor that the step itself makes is a consequence
+        if leaf.kind in ("object", "tensor", "value") and path in kept and is_state:
+            causes.append(_of_variable(path, leaf, _of(restarted, BEGINS, at + 1).get(path)))
         elif leaf.kind == "generator" and _moves(unbroken, path):
             causes.append(_of_generator(path, leaf, rng=unbroken.rng))
     causes += _of_data(unbroken, restarted, at)
-    causes = list({(cause.kind, cause.name): cause for cause in causes}.values())
+    causes = list({(cause.kind, cause.name): cause for cause in reversed(causes)}.values())[::-1]
     found.causes = sorted((c for c in causes if c.kind != "value"), key=lambda cause: _ORDER.index(cause.kind))
     found.hints = [cause for cause in causes if cause.kind == "value"]
     _consequences(found, unbroken, restarted, ignored)
@@ -155,7 +159,9 @@ def _moves(life: Life, path: str) -> bool:
     return len({leaves[path].digest for leaves in life.leaves.values() if path in leaves}) > 1
 
 
-def _of_state(given: Mapping[str, Seen], before: Mapping[str, Seen], step: int) -> list[Cause]:
+def _of_state(
+    given: Mapping[str, Seen], before: Mapping[str, Seen], carried: Collection[str], step: int
+) -> list[Cause]:
     found = []
     for path, leaf in given.items():
         if leaf.kind == "tracked":
@@ -163,22 +169,28 @@ def _of_state(given: Mapping[str, Seen], before: Mapping[str, Seen], step: int) 
             remedy = "let its load_state_dict() set what its state_dict() returns"
             found.append(Cause(kind="state", name=leaf.owner, what=what, remedy=remedy))
     for path, leaf in before.items():
-        if leaf.kind == "tracked" and path not in given:
+        if leaf.kind == "tracked" and path not in given and path not in carried:
+            what = f"step {step + 1} sets {path} of {leaf.owner!r} ({leaf.of}) to another value"
+            remedy = "derive the value from the step, or keep what it is made of in a tracked object"
+            found.append(Cause(kind="changed", name=leaf.owner, what=what, remedy=remedy))
+        elif leaf.kind == "tracked" and path not in given:
             what = f"{leaf.owner!r} ({leaf.of}) is changed between restore() and the first step: {path} differs"
             remedy = "build and initialise everything before restore()"
             found.append(Cause(kind="changed", name=leaf.owner, what=what, remedy=remedy))
     return found
 
 
-def _of_variable(path: str, leaf: Seen, kept: Seen, now: Seen | None) -> Cause:
-    del kept
+def _of_variable(path: str, leaf: Seen, now: Seen | None) -> Cause:
     if leaf.kind == "object":
-        what, remedy = f"{leaf.owner} ({leaf.of}) is not restored: {path} differs", f"track it: track({_name(leaf)}=...)"
+        what, remedy = (
+            f"{leaf.owner} ({leaf.of}) is not restored: {path} differs",
+            f"track it: track({_name(leaf)}=...)",
+        )
         return Cause(kind="object", name=leaf.owner, what=what, remedy=remedy)
     if leaf.kind == "tensor":
         remedy = "keep it in a tracked object: a buffer, or one with state_dict() and load_state_dict()"
         what = f"the tensor {path} ({leaf.shown}) is not restored"
-        return Cause(kind="tensor", name=path, what=what, remedy=remedy)
+        return Cause(kind="tensor", name=path.partition("[")[0], what=what, remedy=remedy)
     what = f"{path} is {now.shown if now else '?'} and was {leaf.shown}"
     return Cause(kind="value", name=path, what=what, remedy="derive it from the step, or keep it in a tracked object")
 
@@ -193,7 +205,9 @@ def _of_generator(path: str, leaf: Seen, *, rng: bool) -> Cause:
         remedy = "track an object whose state_dict() and load_state_dict() are its get_state() and set_state()"
         return Cause(kind="generator", name=path, what=f"the generator {path} is not restored", remedy=remedy)
     if rng:
-        return Cause(kind="generator", name=path, what=f"{path} differs at the first step after the restore", remedy=_DRAWN)
+        return Cause(
+            kind="generator", name=path, what=f"{path} differs at the first step after the restore", remedy=_DRAWN
+        )
     what = f"{path} differs after the restore: it is not tracked"
     return Cause(kind="generator", name=path, what=what, remedy="track(..., rng=True)")
 

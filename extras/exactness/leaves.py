@@ -195,7 +195,7 @@ class Walk:
 
     # -- variables --------------------------------------------------------------------------------------------
 
-    def _visit(self, path: str, value: Any, depth: int, *, is_foreign: bool) -> None:
+    def _visit(self, path: str, value: Any, depth: int, *, is_foreign: bool) -> None:  # noqa: C901 -- one case per type
         kind = type(value)
         if kind in _PLAIN or isinstance(value, np.generic):
             if not is_foreign:
@@ -229,7 +229,9 @@ class Walk:
         items = list(value.values() if isinstance(value, dict) else value)
         if isinstance(value, set | frozenset) or (len(items) > LONGEST and _PLAIN.issuperset(map(type, items))):
             if not is_foreign and _PLAIN.issuperset(map(type, items)):
-                self._leaf(path, sorted(items, key=repr) if isinstance(value, set | frozenset) else items, None, "value")
+                self._leaf(
+                    path, sorted(items, key=repr) if isinstance(value, set | frozenset) else items, None, "value"
+                )
             return
         if not isinstance(value, dict) and _PLAIN.issuperset(map(type, items)):
             if not is_foreign:

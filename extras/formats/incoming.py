@@ -69,10 +69,10 @@ def _detect(path: Path) -> str:
             return origin
         if (path / ".metadata").is_file():
             return "dcp"
-        if (path / "metadata.pkl").is_file() or any(path.glob("*_0.pt")):
-            return "torch_checkpointing"
-        if any(path.glob(f"*{st.SUFFIX}")):
-            return "safetensors"
+        marks = {"torch_checkpointing": ("metadata.pkl", "*_0.pt"), "safetensors": (f"*{st.SUFFIX}",)}
+        for kind, patterns in marks.items():
+            if any(any(path.glob(pattern)) for pattern in patterns):
+                return kind
         found = ", ".join(sorted(one.name for one in path.iterdir())[:5]) or "an empty folder"
     elif path.is_file():
         if path.suffix == st.SUFFIX:

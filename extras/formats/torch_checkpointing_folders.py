@@ -75,7 +75,9 @@ def read_folder(folder: Path) -> StateDict:
         found.tensors += [row for row in parts.values() if row.shard.nbytes or len(parts) == 1]
         _refuse_gaps(key, parts, folder)
     tops = {paths[0] for key, paths in found.paths.items() if key in boxes}
-    found.whole = {top: one for top, one in nest(found.values, found.paths).items() if top not in tops and isinstance(one, dict)}
+    found.whole = {
+        top: one for top, one in nest(found.values, found.paths).items() if top not in tops and isinstance(one, dict)
+    }
     return found
 
 
@@ -124,7 +126,9 @@ def _refuse_kind(item: str, layout: Mapping[str, Any], folder: Path) -> None:
 def _inside(folder: Path, name: str) -> Path:
     path = folder / name
     if not path.resolve().is_relative_to(folder.resolve()):
-        raise DamagedError(f"{folder / METADATA} is damaged", found=f"the file {name!r:.80}", expected="one of the folder")
+        raise DamagedError(
+            f"{folder / METADATA} is damaged", found=f"the file {name!r:.80}", expected="one of the folder"
+        )
     return path
 
 
@@ -150,7 +154,9 @@ def _row(key: str, leaf: torch.Tensor, rank: int, path: Path) -> StreamedRow:
 
 
 def _refuse_part(key: str, path: Path, found: str) -> NoReturn:
-    raise DamagedError(f"the tensor {key!r} of {path} is no part that is known", found=found, state="Nothing was imported.")
+    raise DamagedError(
+        f"the tensor {key!r} of {path} is no part that is known", found=found, state="Nothing was imported."
+    )
 
 
 def _refuse_gaps(key: str, parts: Mapping[Box, StreamedRow], folder: Path) -> None:
@@ -216,7 +222,9 @@ def write_folder(
         inside = {key: path[1:] for key, path in paths.items() if str(path[0]) == item}
         own = {key: one for key, one in tensors.items() if key in inside}
         places = {
-            json.dumps(list(inside[key]), separators=(",", ":")): [{"sharding_metadata": _replicated(one), "ranks": [0]}]
+            json.dumps(list(inside[key]), separators=(",", ":")): [
+                {"sharding_metadata": _replicated(one), "ranks": (0,)}
+            ]
             for key, one in own.items()
         }
         document["metadata"][item] = {"nested_path_to_metadata": places, "rank_to_layout_info": {0: None}}
@@ -244,7 +252,7 @@ def _write_item(
 
 
 def _replicated(one: Outgoing) -> dict[str, Any]:
-    strides = [math.prod(one.shape[at + 1 :]) for at in range(len(one.shape))]
-    mesh = {"device_type": "cpu", "mesh_shape": [1], "mesh_data": [0], "mesh_dim_names": None}
-    data = {"global_shape": list(one.shape), "dtype": f"torch.{one.dtype}", "stride": strides, "mesh_spec": mesh}
+    strides = tuple(math.prod(one.shape[at + 1 :]) for at in range(len(one.shape)))
+    mesh = {"device_type": "cpu", "mesh_shape": (1,), "mesh_data": (0,), "mesh_dim_names": None}  # hashed by its reader
+    data = {"global_shape": one.shape, "dtype": f"torch.{one.dtype}", "stride": strides, "mesh_spec": mesh}
     return {"type": "DTensorShardingMetadata", "data": {**data, "placements": [{"type": "Replicate"}]}}

@@ -26,7 +26,9 @@ def _first_save(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(direct_writer, "_claims", {})
 
 
-def sharded(folder: Path, whole: torch.Tensor, ranks: int, mesh_shape: tuple[int, ...], placements: Sequence[Any]) -> None:
+def sharded(
+    folder: Path, whole: torch.Tensor, ranks: int, mesh_shape: tuple[int, ...], placements: Sequence[Any]
+) -> None:
     """Write what `ranks` ranks would save of a model with one sharded and one plain tensor, as torch_checkpointing does."""
     folder.mkdir(parents=True)
     for rank in range(ranks):
@@ -35,7 +37,9 @@ def sharded(folder: Path, whole: torch.Tensor, ranks: int, mesh_shape: tuple[int
             mesh = init_device_mesh("cpu", mesh_shape)
             count = mesh_shape[-1]
             local = whole.chunk(count)[rank % count].clone() if rank % count < len(whole.chunk(count)) else whole[:0]
-            part = DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+            part = DTensor.from_local(
+                local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+            )
             torch.save({"weight": part, "mask": torch.ones(3)}, folder / f"model_{rank}.pt")
         finally:
             dist.destroy_process_group()
@@ -120,7 +124,7 @@ def test_other_layouts_are_found_by_the_metadata_or_refused_by_name(tmp_path: Pa
     metadata("parts/first.pt", "TorchSerialization")
     assert [row.shard.fqn for row in read_folder(folder).tensors] == ["model.weight"]
     metadata("parts/first.pt", "SafetensorsSerialization")
-    with pytest.raises(UnsupportedStateError, match="'model' of .* is not a file of torch.save"):
+    with pytest.raises(UnsupportedStateError, match=r"'model' of .* is not a file of torch\.save"):
         read_folder(folder)
     metadata("../elsewhere.pt", "TorchSerialization")
     with pytest.raises(DamagedError, match="elsewhere"):
