@@ -93,9 +93,9 @@ class Script:
         return {"OMP_NUM_THREADS": "1"} | kept | own
 
     def end(self, first: int) -> None:
-        """Kill a process, all below it, and whoever has our memory folder in its environment, until there is none."""
-        mark = f"FLASHCKPT_SHM_DIR={self.memory}\0".encode()
-        while pids := [pid for pid, above in _processes().items() if first in above or mark in _environment_of(pid)]:
+        """Kill a process, all below it, and whoever has a folder of ours in its environment or title, until there is none."""
+        marks = {"environ": f"FLASHCKPT_SHM_DIR={self.memory}\0".encode(), "cmdline": bytes(self.folder)}
+        while pids := [pid for pid, above in _processes().items() if first in above or _has(pid, marks)]:
             for pid in reversed(pids):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -161,8 +161,9 @@ def _processes() -> dict[int, set[int]]:
     return {pid: above for pid, above in found.items() if pid != os.getpid()}
 
 
-def _environment_of(pid: int) -> bytes:
+def _has(pid: int, marks: Mapping[str, bytes]) -> bool:
+    """Return whether a file of /proc/PID holds what belongs to our runs alone."""
     try:
-        return Path(f"/proc/{pid}/environ").read_bytes()
+        return any(mark in Path(f"/proc/{pid}/{name}").read_bytes() for name, mark in marks.items())
     except OSError:
-        return b""
+        return False

@@ -191,6 +191,65 @@ def test_an_exact_script_passes(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert document["restored_step"] in (3, 4)
 
 
+TRAINER = """
+import random
+import time
+import torch
+from torch.utils.data import DataLoader
+from flashckpt import Checkpointer
+from flashckpt.sampler import ElasticSampler
+
+
+class Progress:
+    def __init__(self):
+        self.step, self.began, self.best = 0, time.time(), None
+
+
+class Trainer:
+    def __init__(self, model, data):
+        self.model, self.data, self.progress, self.callbacks = model, data, Progress(), [print]
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 0.2, 50)
+        self.average = torch.optim.swa_utils.AveragedModel(model)
+        self.sampler = ElasticSampler(data, dp_rank=0, dp_size=1, global_batch_size=8, seed=3)
+
+    def train_step(self, batch):
+        for half in batch.chunk(2):
+            loss = self.model(half + random.random()).square().mean() / 2
+            loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        self.average.update_parameters(self.model)
+        return loss
+
+    def train(self):
+        self.ckpt = Checkpointer("/nowhere/run", snapshot_every=5, persist_every=100)
+        self.ckpt.track(model=self.model, optimizer=self.optimizer, scheduler=self.scheduler, average=self.average,
+                        sampler=self.sampler, rng=True)
+        report = self.ckpt.restore()
+        self.progress.step = report.step if report else 0
+        loader = DataLoader(self.data, batch_size=8, sampler=self.sampler, num_workers=1)
+        for epoch in self.sampler.epochs(20):
+            for batch in loader:
+                loss = self.train_step(batch)
+                self.progress.step += 1
+                self.ckpt.step(self.progress.step)
+        self.ckpt.close()
+
+
+torch.manual_seed(1)
+random.seed(1)
+Trainer(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.2)), torch.randn(40, 4)).train()
+"""
+
+
+def test_an_exact_class_that_trains_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With accumulation, an average of weights, a worker of the loader, a clock, and numbers in objects."""
+    code, document = checked(tmp_path, TRAINER, capsys)
+    assert (code, document["verdict"], document["causes"], document["hints"]) == (0, "exact", [], []), document
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_named(fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changes, kind, words = FAULTS[fault]

@@ -74,6 +74,13 @@ def test_a_number_alone_is_only_mentioned() -> None:
     assert (found.verdict, found.causes, [hint.name for hint in found.hints]) == (EXACT, [], ["total"])
 
 
+def test_what_is_not_there_yet_does_not_differ() -> None:
+    """The loss of the step before, at the first step after a restart."""
+    restarted = again(ema=0)
+    del restarted.leaves[BEGINS, 3]["ema"]  # type: ignore[attr-defined]  # a dict
+    assert continued(life(), restarted).causes == []
+
+
 def test_a_tensor_that_each_step_makes_is_a_consequence() -> None:
     made = life()
     for step in range(1, 5):
