@@ -22,7 +22,7 @@ _NEED_BYTES = 64 << 20
 
 
 @click.command(cls=Command, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.argument("script", type=click.Path(exists=True, dir_okay=False))
+@click.argument("script", type=click.Path())
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option("--nproc-per-node", "ranks", type=click.IntRange(1, 64), default=1, show_default=True, help="Ranks.")
 @click.option("--kill-after", type=click.IntRange(1), default=4, show_default=True, help="Steps before the kill.")
@@ -50,6 +50,10 @@ def check(
       flashckpt check train.py
       flashckpt check --nproc-per-node 2 --kill-after 10 --steps 30 train.py --config small.toml
     """
+    if not Path(script).is_file():
+        raise NotCheckedError(
+            f"there is no script {script!r}", state="Nothing was started.", remedy="a path to a .py file"
+        )
     if kill_after >= steps:
         raise click.UsageError("--kill-after must be below --steps")
     with scratch.memory(_NEED_BYTES, what="a check") as memory, tempfile.TemporaryDirectory(prefix="fc-") as folder:

@@ -149,10 +149,12 @@ class OneRank:
         return self._rank.pid
 
     def poll(self) -> int | None:
-        if self._rank.poll() == -signal.SIGKILL and self._life == 0 and (self._log.parent / "killed").exists():
+        code = self._rank.poll()
+        if code == -signal.SIGKILL and self._life == 0 and (self._log.parent / "killed").exists():
             self._life = 1
             self._start()
-        return self._rank.poll()
+            return None
+        return code
 
     def wait(self, timeout: float) -> int:
         return self._rank.wait(timeout)

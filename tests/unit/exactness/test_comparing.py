@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ KINDS = {"model": ("tracked", "model", "Linear"), "torch's generator": ("generat
          "total": ("value", "", "")}  # fmt: skip
 
 
-def life(*, first: int = 1, last: int = 4, restored: int = 0, rng: bool = True, **changed: object) -> Life:
+def life(*, first: int = 1, last: int = 4, restored: int = 0, rng: bool = True, **changed: Any) -> Life:
     """Return a life of some steps in which everything changes with each; `changed`: path -> what it is instead, by step."""
     found = Life(restored=restored, rng=rng)
     instants = [(RESTORED, restored), *((kind, n) for n in range(first, last + 1) for kind in (BEGINS, ENDS))]
@@ -34,7 +35,7 @@ def life(*, first: int = 1, last: int = 4, restored: int = 0, rng: bool = True, 
     return found
 
 
-def again(**changed: object) -> Life:
+def again(**changed: Any) -> Life:
     return life(first=3, restored=2, **changed)
 
 
@@ -55,7 +56,7 @@ def test_the_same_again_is_exact() -> None:
         ({"data": 99}, "data", "step 3 is given other data than in the unbroken run"),
     ],
 )
-def test_what_moved_is_the_cause(changed: dict[str, object], kind: str, what: str) -> None:
+def test_what_moved_is_the_cause(changed: dict[str, Any], kind: str, what: str) -> None:
     found = continued(life(), again(**changed))
     assert (found.verdict, found.causes[0].kind, found.causes[0].what) == (NOT_EXACT, kind, what)
 
@@ -94,7 +95,8 @@ def test_what_differs_between_unbroken_runs_is_noise_or_the_answer() -> None:
     assert noise(first, second) == {"total", "own"}
     assert continued(first, again(total=9, own=9), ignored=[*noise(first, second)]).hints == []
     assert continued(first, again(scheduler=9), ignored=["sched*"]).verdict == EXACT
-    found = deterministic(life(), life(model=0, **{"torchs generator": 0}))
+    moved: dict[str, Any] = {"model": 0, "torchs generator": 0}
+    found = deterministic(life(), life(**moved))
     assert (found.verdict, found.first) == (NOT_DETERMINISTIC, 1)
     assert found.causes[0].what == "torch's generator differs between two unbroken runs"
     found = deterministic(life(), life(model=lambda done: done + (done > 2)))
