@@ -19,6 +19,7 @@ from support.dlrun import processes_of
 from flashckpt.cli.main import main
 from flashckpt.exactness import runs
 
+pytestmark = pytest.mark.timeout(600)
 PLAIN = """
 import random
 import numpy as np
