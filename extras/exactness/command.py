@@ -69,28 +69,28 @@ def judged(script: Script, kill_after: int, ignore: tuple[str, ...] = ()) -> Fin
     """Run a script three times, and compare.
 
     Raises:
-        NotCheckedError: It fails by itself, makes no Checkpointer, or takes too few steps.
+        NotCheckedError: It fails without a kill, makes no Checkpointer, or takes too few steps.
     """
     unbroken = script.run("unbroken")
     _refuse_unusable(unbroken, kill_after)
     second = script.run("again")
-    pairs = list(zip(unbroken.lives(), second.lives(), strict=True))
+    pairs = list(zip(unbroken.traces(), second.traces(), strict=True))
     found = comparing.merged(comparing.deterministic(one, other, ignore) for one, other in pairs)
     if found.verdict != EXACT:
         return found
     killed = script.run("killed", kill_after)
-    lives = killed.lives(1)
-    if not all(life.steps for life in lives):
+    traces = killed.traces(1)
+    if not all(trace.steps for trace in traces):
         return _not_continued(killed)
     ignored = [[*ignore, *comparing.noise(one, other)] for one, other in pairs]
     return comparing.merged(
-        comparing.continued(one, life, ignored=names)
-        for (one, _), life, names in zip(pairs, lives, ignored, strict=True)
+        comparing.continued(one, trace, ignored=names)
+        for (one, _), trace, names in zip(pairs, traces, ignored, strict=True)
     )
 
 
 def _not_continued(killed: Ran) -> Finding:
-    """Return that the restarted script ends, where the unbroken one went on."""
+    """Return that the restarted script ends, where the unbroken one continues."""
     what = f"the restarted script takes no step: {killed.why()}"
     remedy = "begin the loop at report.step + 1 of `report = ckpt.restore()`"
     return Finding(verdict=comparing.NOT_EXACT, causes=[
@@ -99,13 +99,13 @@ def _not_continued(killed: Ran) -> Finding:
 
 
 def _refuse_unusable(run: Ran, kill_after: int) -> None:
-    lives = run.lives()
-    steps = min(len(life.steps) for life in lives)
+    traces = run.traces()
+    steps = min(len(trace.steps) for trace in traces)
     if run.is_done or (run.code == 0 and steps > kill_after):
         return
     if run.code:
-        problem, remedy = "the script fails by itself", "run it alone first"
-    elif not any(life.is_made for life in lives):
+        problem, remedy = "the script fails without a kill", "run it alone first"
+    elif not any(trace.is_made for trace in traces):
         problem, remedy = "the script makes no Checkpointer", "give it one: README, 'A loop'"
     elif not steps:
         problem, remedy = "the script takes no step", "call ckpt.step(n) after each optimizer step"

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flashckpt.exactness.records import BEGINS, ENDS, RESTORED, Life, Seen
+from flashckpt.exactness.records import BEGINS, ENDS, RESTORED, Seen, Trace
 
 EXACT, NOT_EXACT, NOT_DETERMINISTIC = "exact", "not exact", "not deterministic"
 _DRAWN = (
@@ -59,7 +59,7 @@ class Finding:
     first: int | None = None
 
 
-def deterministic(first: Life, second: Life, ignored: Sequence[str] = ()) -> Finding:
+def deterministic(first: Trace, second: Trace, ignored: Sequence[str] = ()) -> Finding:
     """Compare two unbroken runs; NOT_DETERMINISTIC names what differs first."""
     found = Finding()
     for at in (at for at in first.leaves if at in second.leaves):
@@ -85,7 +85,7 @@ def deterministic(first: Life, second: Life, ignored: Sequence[str] = ()) -> Fin
     return found
 
 
-def noise(first: Life, second: Life) -> set[str]:
+def noise(first: Trace, second: Trace) -> set[str]:
     """Return the paths that differ between two unbroken runs: clocks, and generators that nothing of the state needs."""
     return {
         path
@@ -95,12 +95,12 @@ def noise(first: Life, second: Life) -> set[str]:
     }
 
 
-def continued(unbroken: Life, restarted: Life, *, ignored: Sequence[str] = ()) -> Finding:
+def continued(unbroken: Trace, restarted: Trace, *, ignored: Sequence[str] = ()) -> Finding:
     """Compare a run that was killed and restarted with one that was not.
 
     Args:
         unbroken: All steps.
-        restarted: The life after the restart.
+        restarted: The trace after the restart.
         ignored: Patterns of names, and the paths of `noise`.
     """
     at = restarted.restored or 0
@@ -129,7 +129,7 @@ def continued(unbroken: Life, restarted: Life, *, ignored: Sequence[str] = ()) -
     return found
 
 
-def _consequences(found: Finding, unbroken: Life, restarted: Life, ignored: Sequence[str]) -> None:
+def _consequences(found: Finding, unbroken: Trace, restarted: Trace, ignored: Sequence[str]) -> None:
     for step in restarted.steps:
         if step in unbroken.inputs and not found.moved:
             other = _differing(_of(unbroken, ENDS, step), _of(restarted, ENDS, step), ignored)
@@ -137,8 +137,8 @@ def _consequences(found: Finding, unbroken: Life, restarted: Life, ignored: Sequ
             found.first = step if found.moved else None
 
 
-def _of(life: Life, kind: str, step: int) -> Mapping[str, Seen]:
-    return life.leaves.get((kind, step), {})
+def _of(trace: Trace, kind: str, step: int) -> Mapping[str, Seen]:
+    return trace.leaves.get((kind, step), {})
 
 
 def _differing(a: Mapping[str, Seen], b: Mapping[str, Seen], ignored: Sequence[str]) -> dict[str, Seen]:
@@ -154,9 +154,9 @@ def _differing(a: Mapping[str, Seen], b: Mapping[str, Seen], ignored: Sequence[s
     }
 
 
-def _moves(life: Life, path: str) -> bool:
+def _moves(trace: Trace, path: str) -> bool:
     """Return whether a generator is drawn from at all: one that stands still may have any state."""
-    return len({leaves[path].digest for leaves in life.leaves.values() if path in leaves}) > 1
+    return len({leaves[path].digest for leaves in trace.leaves.values() if path in leaves}) > 1
 
 
 def _of_state(
@@ -212,7 +212,7 @@ def _of_generator(path: str, leaf: Seen, *, rng: bool) -> Cause:
     return Cause(kind="generator", name=path, what=what, remedy="track(..., rng=True)")
 
 
-def _of_data(unbroken: Life, restarted: Life, at: int) -> list[Cause]:
+def _of_data(unbroken: Trace, restarted: Trace, at: int) -> list[Cause]:
     """Return the first step that was given other data, and whose data it was given."""
     for step in restarted.steps:
         if step not in unbroken.inputs or unbroken.inputs[step] == restarted.inputs[step]:

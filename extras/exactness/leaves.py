@@ -23,7 +23,7 @@ from flashckpt.state.placement import dtensor
 from flashckpt.state.registry import StateRegistry
 
 DEEPEST, MOST, MOST_ITEMS, LONGEST = 6, 20_000, 100_000, 64
-"""Levels that are followed, leaves and objects of one instant, items of a list that is one leaf, items that are leaves of their own."""
+"""Levels that are followed, leaves and objects of one instant, items of a list that is one leaf, items that are each a leaf."""
 _PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes))
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)

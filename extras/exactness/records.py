@@ -1,4 +1,4 @@
-"""What the probe writes and the command reads: one file per rank and life, a line per instant. Torch-free."""
+"""What the probe writes and the command reads: one file per rank and trace, a line per instant. Torch-free."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Seen(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class Life:
-    """What one rank saw in one life.
+class Trace:
+    """What one rank saw in one start.
 
     Attributes:
         restored: The step of the restore; 0 on a fresh start, None where none was made.
@@ -60,9 +60,9 @@ class Life:
             self.leaves[kind, step] = {path: Seen(*leaf) for path, leaf in line["leaves"].items()}
 
 
-def record_file(folder: Path, rank: int, life: int) -> Path:
-    """Return the file of one life of a rank."""
-    return folder / f"{rank}.{life}.jsonl"
+def record_file(folder: Path, rank: int, trace: int) -> Path:
+    """Return the file of one start of a rank."""
+    return folder / f"{rank}.{trace}.jsonl"
 
 
 def done_file(folder: Path, rank: int) -> Path:
@@ -70,9 +70,9 @@ def done_file(folder: Path, rank: int) -> Path:
     return folder / f"{rank}.done"
 
 
-def read_life(folder: Path, rank: int, life: int) -> Life:
+def read_trace(folder: Path, rank: int, trace: int) -> Trace:
     """Return what a rank saw; a line that its kill cut short is left out."""
-    found, path = Life(), record_file(folder, rank, life)
+    found, path = Trace(), record_file(folder, rank, trace)
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
             found.add(json.loads(line))

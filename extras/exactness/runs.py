@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashckpt.errors import FlashckptError
-from flashckpt.exactness.records import Life, done_file, read_life
+from flashckpt.exactness.records import Trace, done_file, read_trace
 from flashckpt.shm.persister_process import stat_of
 
 _KEPT = ("FLASHCKPT_COPY", "FLASHCKPT_LOCKED_MB", "FLASHCKPT_TRACEBACK")
@@ -23,7 +23,7 @@ _TAIL = 30
 
 
 class NotCheckedError(FlashckptError):
-    """A script could not be judged: it takes no step, makes no Checkpointer, or fails by itself."""
+    """A script could not be judged: it takes no step, makes no Checkpointer, or fails without a kill."""
 
     exit_code = 2
 
@@ -109,7 +109,7 @@ class Ran:
     Attributes:
         folder: Of its records.
         ranks: How many there were.
-        code: Exit code of dlrun, where it ended by itself.
+        code: Exit code of dlrun, where nobody ended it.
         log: What it printed.
     """
 
@@ -123,9 +123,9 @@ class Ran:
         """Whether every rank came to the last step."""
         return all(done_file(self.folder, rank).exists() for rank in range(self.ranks))
 
-    def lives(self, life: int = 0) -> list[Life]:
-        """Return what each rank saw in one life."""
-        return [read_life(self.folder, rank, life) for rank in range(self.ranks)]
+    def traces(self, trace: int = 0) -> list[Trace]:
+        """Return what each rank saw in one start."""
+        return [read_trace(self.folder, rank, trace) for rank in range(self.ranks)]
 
     def why(self) -> str:
         """Return the last error in its log."""
@@ -133,7 +133,7 @@ class Ran:
 
 
 def start(words: Sequence[str], log: Path, *, cwd: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start `python WORDS` in a session of its own, its output in a file."""
+    """Start `python WORDS` in a new session, its output in a file."""
     with log.open("wb") as out:
         command = [sys.executable, *words]
         return subprocess.Popen(command, stdout=out, stderr=out, cwd=cwd, env=env, start_new_session=True)
@@ -147,7 +147,7 @@ def _last(log: str) -> str:
 
 
 def _processes() -> dict[int, set[int]]:
-    """Return the living processes but this one, each with itself and those above it."""
+    """Return the running processes but this one, each with itself and those above it."""
     parents: dict[int, int] = {}
     for pid in (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
         if (fields := stat_of(pid)) and fields[0] != "Z":

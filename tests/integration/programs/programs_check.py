@@ -273,10 +273,13 @@ def test_a_list_that_is_shuffled_again_is_named(tmp_path: Path, capsys: pytest.C
 NOT_JUDGED = {
     "no Checkpointer": ("import torch\nprint(torch.ones(1))\n", "the script makes no Checkpointer"),
     "no step": (SHUFFLED.replace("        ckpt.step(step)", ""), "the script takes no step"),
-    "a sampler forgotten": (PLAIN.replace("sampler=sampler, rng", "rng"), "the script fails by itself"),
+    "a sampler forgotten": (PLAIN.replace("sampler=sampler, rng", "rng"), "the script fails without a kill"),
     "an early end": (PLAIN.replace("epochs(10)", "epochs(1)"), "the script ends before the kill"),
-    "an error": (PLAIN.replace("# setup", "raise ValueError('no such file')"), "the script fails by itself"),
-    "another order": (PLAIN.replace("sampler=sampler)\nmodel", "shuffle=True)\nmodel"), "the script fails by itself"),
+    "an error": (PLAIN.replace("# setup", "raise ValueError('no such file')"), "the script fails without a kill"),
+    "another order": (
+        PLAIN.replace("sampler=sampler)\nmodel", "shuffle=True)\nmodel"),
+        "the script fails without a kill",
+    ),
 }
 
 

@@ -9,16 +9,16 @@ import pytest
 
 from flashckpt.exactness import comparing
 from flashckpt.exactness.comparing import EXACT, NOT_DETERMINISTIC, NOT_EXACT, continued, deterministic, merged, noise
-from flashckpt.exactness.records import BEGINS, ENDS, RESTORED, Life, Seen, read_life, record_file
+from flashckpt.exactness.records import BEGINS, ENDS, RESTORED, Seen, Trace, read_trace, record_file
 
 KINDS = {"model": ("tracked", "model", "Linear"), "torch's generator": ("generator", "torch", ""),
          "own": ("generator", "", ""), "scheduler": ("object", "scheduler", "StepLR"), "ema": ("tensor", "", ""),
          "total": ("value", "", "")}  # fmt: skip
 
 
-def life(*, first: int = 1, last: int = 4, restored: int = 0, rng: bool = True, **changed: Any) -> Life:
-    """Return a life of some steps in which everything changes with each; `changed`: path -> what it is instead, by step."""
-    found = Life(restored=restored, rng=rng)
+def trace(*, first: int = 1, last: int = 4, restored: int = 0, rng: bool = True, **changed: Any) -> Trace:
+    """Return a trace of some steps in which everything changes with each; `changed`: path -> what it is instead, by step."""
+    found = Trace(restored=restored, rng=rng)
     instants = [(RESTORED, restored), *((kind, n) for n in range(first, last + 1) for kind in (BEGINS, ENDS))]
     for kind, step in instants:
         done = step - (kind == BEGINS)
@@ -35,12 +35,12 @@ def life(*, first: int = 1, last: int = 4, restored: int = 0, rng: bool = True, 
     return found
 
 
-def again(**changed: Any) -> Life:
-    return life(first=3, restored=2, **changed)
+def again(**changed: Any) -> Trace:
+    return trace(first=3, restored=2, **changed)
 
 
 def test_the_same_again_is_exact() -> None:
-    found = continued(life(), again())
+    found = continued(trace(), again())
     assert (found.verdict, found.restored, found.causes, found.hints) == (EXACT, 2, [], [])
 
 
@@ -57,21 +57,21 @@ def test_the_same_again_is_exact() -> None:
     ],
 )
 def test_what_moved_is_the_cause(changed: dict[str, Any], kind: str, what: str) -> None:
-    found = continued(life(), again(**changed))
+    found = continued(trace(), again(**changed))
     assert (found.verdict, found.causes[0].kind, found.causes[0].what) == (NOT_EXACT, kind, what)
 
 
 def test_a_generator_that_stands_still_may_have_any_state() -> None:
-    assert continued(life(own=5), again(own=7)).verdict == EXACT
+    assert continued(trace(own=5), again(own=7)).verdict == EXACT
 
 
 def test_generators_that_nobody_tracks_are_told_from_those_that_are_drawn_from() -> None:
-    found = continued(life(rng=False), again(**{"torchs generator": 0}))
+    found = continued(trace(rng=False), again(**{"torchs generator": 0}))
     assert found.causes[0].remedy == "track(..., rng=True)"
 
 
 def test_a_number_alone_is_only_mentioned() -> None:
-    found = continued(life(), again(total=0))
+    found = continued(trace(), again(total=0))
     assert (found.verdict, found.causes, [hint.name for hint in found.hints]) == (EXACT, [], ["total"])
 
 
@@ -79,32 +79,34 @@ def test_what_is_not_there_yet_does_not_differ() -> None:
     """The loss of the step before, at the first step after a restart."""
     restarted = again(ema=0)
     del restarted.leaves[BEGINS, 3]["ema"]  # type: ignore[attr-defined]  # a dict
-    assert continued(life(), restarted).causes == []
+    assert continued(trace(), restarted).causes == []
 
 
 def test_a_tensor_that_each_step_makes_is_a_consequence() -> None:
-    made = life()
+    made = trace()
     for step in range(1, 5):
         made.leaves[BEGINS, step] = {**made.leaves[BEGINS, step], "ema": Seen("tensor", "", "", f"new{step}", "")}
     assert continued(made, again(ema=0)).causes == []
 
 
 def test_what_differs_between_unbroken_runs_is_noise_or_the_answer() -> None:
-    first, second = life(), life(total=lambda done: done + 0.5, own=0)
+    first, second = trace(), trace(total=lambda done: done + 0.5, own=0)
     assert deterministic(first, second).verdict == EXACT
     assert noise(first, second) == {"total", "own"}
     assert continued(first, again(total=9, own=9), ignored=[*noise(first, second)]).hints == []
     assert continued(first, again(scheduler=9), ignored=["sched*"]).verdict == EXACT
     moved: dict[str, Any] = {"model": 0, "torchs generator": 0}
-    found = deterministic(life(), life(**moved))
+    found = deterministic(trace(), trace(**moved))
     assert (found.verdict, found.first) == (NOT_DETERMINISTIC, 1)
     assert found.causes[0].what == "torch's generator differs between two unbroken runs"
-    found = deterministic(life(), life(model=lambda done: done + (done > 2)))
+    found = deterministic(trace(), trace(model=lambda done: done + (done > 2)))
     assert (found.first, found.causes[0].what[:40]) == (3, "model differs between two unbroken runs,")
 
 
 def test_ranks_are_one_answer() -> None:
-    found = merged([continued(life(), again()), continued(life(), again(scheduler=0)), continued(life(), again(ema=0))])
+    found = merged(
+        [continued(trace(), again()), continued(trace(), again(scheduler=0)), continued(trace(), again(ema=0))]
+    )
     assert (found.verdict, [cause.kind for cause in found.causes]) == (NOT_EXACT, ["object", "tensor"])
     assert comparing.as_json(found)["restored_step"] == 2
 
@@ -112,5 +114,5 @@ def test_ranks_are_one_answer() -> None:
 def test_a_line_that_a_kill_cut_is_left_out(tmp_path: Path) -> None:
     line = '{"at": ["ends", 1], "inputs": ["a"], "leaves": {}}'
     record_file(tmp_path, 0, 0).write_text(f'{{"at": ["made", 0]}}\n{line}\n{line[:20]}')
-    found = read_life(tmp_path, 0, 0)
-    assert (found.is_made, found.steps, read_life(tmp_path, 1, 0).steps) == (True, [1], [])
+    found = read_trace(tmp_path, 0, 0)
+    assert (found.is_made, found.steps, read_trace(tmp_path, 1, 0).steps) == (True, [1], [])
