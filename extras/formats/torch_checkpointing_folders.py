@@ -247,7 +247,7 @@ def _write_item(
     else:
         raise UnsupportedStateError(
             f"the tensor {whole[0]!r} is no member of an item", state="Nothing was exported.",
-            remedy="leave out --strip, or rename it: --rename =model.",
+            remedy="leave out --strip, or name an item for it with --rename",
         )  # fmt: skip
 
 
