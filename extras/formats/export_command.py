@@ -34,7 +34,7 @@ from flashckpt.interop.selection import Selection, parse_selection, refuse_clash
 from flashckpt.interop.target import replacing
 from flashckpt.restore.sources import StorageSource
 
-FORMATS = ("safetensors", "torch", "dcp")
+FORMATS = ("safetensors", "torch", "dcp", "torch_checkpointing")
 _SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
 _OVERHEAD_BYTES = 1 << 20
 
@@ -103,6 +103,7 @@ def export(
     torch         one torch.save file, for torch.load(weights_only=True); nested as dcp names it, flat with
                   --strip or --rename
     dcp           a folder for torch.distributed.checkpoint's own reader
+    torch_checkpointing  a folder for its CheckpointManager, as one rank writes it
 
     Examples:
       flashckpt export /checkpoints/run7 --only 'model.*' --strip model. --to weights --format safetensors
@@ -181,7 +182,7 @@ def _safetensors(wanted: _Wanted, source: StorageSource) -> dict[str, Any]:
 def _torch(wanted: _Wanted, source: StorageSource) -> dict[str, Any]:
     from flashckpt.dcp.contents import contents_of
     from flashckpt.dcp.reader import whole_tensor
-    from flashckpt.interop import dcp_folders, torch_files
+    from flashckpt.interop import dcp_folders, torch_checkpointing_folders, torch_files
     from flashckpt.state import pytree
 
     manifest, selection = source.manifest, wanted.selection
@@ -199,8 +200,12 @@ def _torch(wanted: _Wanted, source: StorageSource) -> dict[str, Any]:
     }
     paths = {new: (new,) if selection.renames else held.paths[key] for key, new in pairs}
     nbytes = sum(one.nbytes for one in tensors.values())
-    write = torch_files.write_torch_file if wanted.kind == "torch" else dcp_folders.write_dcp_folder
-    with wanted.replaced(nbytes, _is_dcp) as temporary:
+    write, is_ours = {
+        "torch": (torch_files.write_torch_file, _is_dcp),
+        "dcp": (dcp_folders.write_dcp_folder, _is_dcp),
+        "torch_checkpointing": (torch_checkpointing_folders.write_folder, torch_checkpointing_folders.is_ours),
+    }[wanted.kind]
+    with wanted.replaced(nbytes, is_ours) as temporary:
         write(temporary, tensors, values, paths, source)
     kept = {*held.tensors.values(), *(name for one in held.values.values() for name in pytree.tensor_names(one))}
     left = sorted(name for name in manifest.table.fqns if name not in kept and selection.takes(name))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from flashckpt.interop.state_dicts import StateDict
 
 _PART = re.compile(r"-\d{1,9}-of-(\d{1,9})\.")
-KINDS = ("safetensors", "torch", "dcp", *origins.ORIGINS)
+KINDS = ("safetensors", "torch", "dcp", "torch_checkpointing", *origins.ORIGINS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,8 +69,10 @@ def _detect(path: Path) -> str:
             return origin
         if (path / ".metadata").is_file():
             return "dcp"
-        if any(path.glob(f"*{st.SUFFIX}")):
-            return "safetensors"
+        marks = {"torch_checkpointing": ("metadata.pkl", "*_0.pt"), "safetensors": (f"*{st.SUFFIX}",)}
+        for kind, patterns in marks.items():
+            if any(any(path.glob(pattern)) for pattern in patterns):
+                return kind
         found = ", ".join(sorted(one.name for one in path.iterdir())[:5]) or "an empty folder"
     elif path.is_file():
         if path.suffix == st.SUFFIX:
@@ -85,7 +87,7 @@ def _detect(path: Path) -> str:
     raise ConfigError(
         f"{path} is no checkpoint that can be imported",
         found=found,
-        expected="a .safetensors file, a Hugging Face folder, a torch.save file, a folder with .metadata (dcp), or a checkpoint "
+        expected="a .safetensors file, a Hugging Face folder, a torch.save file, a folder with .metadata (dcp) or of torch_checkpointing, or a checkpoint "
         "of Hugging Face's Trainer, Accelerate, PEFT, Lightning, DeepSpeed (universal) or Megatron",
         remedy="pass the path of one checkpoint, or --format",
     )
@@ -147,11 +149,15 @@ def _opened(path: Path, kind: str, selection: Selection, parameters: Sequence[st
         if parameters is not None:
             raise ConfigError("--parameters is of no use here", found="safetensors, which holds no optimizer")
         return _from_safetensors(st.read_folder(path) if path.is_dir() else st.read_file(path), selection)
-    from flashckpt.interop import dcp_folders, torch_files
+    from flashckpt.interop import dcp_folders, torch_checkpointing_folders, torch_files
     from flashckpt.interop.numbered_state import Renaming, named
 
+    step = None
     if kind == "dcp":
         state = dcp_folders.read_dcp_folder(path)
+    elif kind == "torch_checkpointing":
+        state = torch_checkpointing_folders.read_folder(path)
+        step = torch_checkpointing_folders.step_of(path, state)
     elif kind == "torch":
         state = torch_files.read_torch_file(path)
     else:
@@ -159,7 +165,7 @@ def _opened(path: Path, kind: str, selection: Selection, parameters: Sequence[st
     with decoding(path, f"a {kind} checkpoint"):
         new = Renaming(selection, state, is_plain=True)
         state = named(state, new, lambda key: selection.takes(key, new(key)), parameters, path)
-        return replace(_from_state_dict(state, kind, selection, path, new), renamed=new.labels)
+        return replace(_from_state_dict(state, kind, selection, path, new), renamed=new.labels, step=step)
 
 
 def _of_framework(path: Path, kind: str, parameters: Sequence[str] | None, *, wants: Wants) -> Taken:

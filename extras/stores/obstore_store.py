@@ -25,7 +25,7 @@ from flashckpt.storage.conditional import require_restartable, truncated
 from flashckpt.storage.direct_io import extents
 from flashckpt.storage.s3 import S3Store
 from flashckpt.storage.s3_address import GIVEN_CREDENTIALS, client_arguments
-from flashckpt.storage.s3_errors import no_credentials, request_error
+from flashckpt.storage.s3_errors import STALE, no_credentials, request_error
 from flashckpt.storage.store import (
     PART_BYTES,
     PARTS_IN_FLIGHT,
@@ -35,7 +35,12 @@ from flashckpt.storage.store import (
     check_key,
 )
 
-_OPTIONS = {"key", "secret", "token", "endpoint_url", "client_kwargs", "retries", "timeout_s", "conditional", "anon"}
+_OPTIONS = {
+    "key", "secret", "token", "endpoint_url", "client_kwargs", "retries", "timeout_s", "conditional", "anon", "requester_pays",
+    "s3_additional_kwargs",
+}  # fmt: skip
+_ADDITIONAL = {"ServerSideEncryption": "server_side_encryption", "SSEKMSKeyId": "sse_kms_key_id"}
+"""Those of `s3_additional_kwargs` that obstore can say, by its name for each."""
 _CLIENT_OPTIONS = {"region_name", "endpoint_url", "aws_access_key_id", "aws_secret_access_key", "aws_session_token"}
 _OF_S3 = "aws_endpoint_url_s3"  # a variable that versions of obstore which know it prefer to any endpoint
 _log = logging.getLogger(__name__)
@@ -47,6 +52,7 @@ _has_warned = False
 def is_usable(options: dict[str, Any]) -> bool:
     """Return whether obstore is installed, not forked away, and understands all of `options`."""
     known = set(options) <= _OPTIONS and set(options.get("client_kwargs") or {}) <= _CLIENT_OPTIONS
+    known = known and set(options.get("s3_additional_kwargs") or {}) <= _ADDITIONAL.keys()
     return known and importlib.util.find_spec("obstore") is not None and _first_pid in (0, os.getpid())
 
 
@@ -134,7 +140,17 @@ class ObstoreStore(S3Store):
             ObjectInfo(key=entry["path"], nbytes=entry["size"], mtime=entry["last_modified"].timestamp())
             for entry in found
         ]
-        return sorted((info for info in infos if info.key.startswith(prefix) and info.key), key=lambda info: info.key)
+        infos = self._without_marks(infos)
+        return sorted((info for info in infos if info.key.startswith(prefix)), key=lambda info: info.key)
+
+    def _without_marks(self, infos: Objects) -> Objects:
+        """Leave out the empty objects that mark folders, from whose names obstore takes the slash."""
+        folders = {""} | {info.key[:at] for info in infos for at, char in enumerate(info.key) if char == "/"}
+
+        def marks(info: ObjectInfo) -> bool:
+            return info.key in folders or ("/" not in info.key and self.head(info.key) is None)
+
+        return [info for info in infos if info.nbytes or not marks(info)]
 
     def folders(self, prefix: str = "") -> Names:
         """Return the common prefixes directly under `prefix`."""
@@ -206,6 +222,11 @@ class ObstoreStore(S3Store):
                 "virtual_hosted_style_request": address.is_virtual,
                 "skip_signature": bool(self._options.get("anon")),
                 "conditional_put": "etag",
+                "request_payer": bool(self._options.get("requester_pays")),
+                **{
+                    _ADDITIONAL[name]: value
+                    for name, value in (self._options.get("s3_additional_kwargs") or {}).items()
+                },
             }
         }
         if not self._options.get("anon"):
@@ -237,6 +258,8 @@ class ObstoreStore(S3Store):
         except FlashckptError:
             raise
         except (BaseError, OSError) as error:
+            if any(code in str(error) for code in STALE):
+                self._obstore = None  # the next request asks for credentials again
             raise _translate(error, self.url, self.bucket, key) from error
 
 

@@ -32,6 +32,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "dashboard": ("", "Show a running or finished job as one page."),
     "doctor": ("flashckpt.cli.doctor:doctor", "Check this machine and a root for what would stop a job."),
     "examples": ("flashckpt.cli.examples:examples", "List example programs and configurations, or write them here."),
+    "check": ("", "Run a training script with and without a kill: does it continue exactly?"),
     "bench": ("", "Measure memory and storage the way flashckpt uses them."),
     "plan": ("", "Advise on intervals from measured or assumed costs."),
 }
@@ -41,7 +42,7 @@ INTERNAL_ERROR, SYSTEM_ERROR, INTERRUPTED, CLOSED_PIPE = 70, 74, 130, 141
 """Exit codes as in sysexits.h, and as shells give them for a program that ended by SIGINT or SIGPIPE."""
 
 EPILOG = """\b
-Exit codes: 0 done, 1 differences found (diff), 2 wrong usage, 10 wrong setting,
+Exit codes: 0 done, 1 differences found (diff, check), 2 wrong usage, 10 wrong setting,
 13 root unusable, 15 in use, 16 cannot be held, 30 no checkpoint, 31 shards do not
 cover the state, 32 damaged, 35 fenced off, 36 newer format, 40 persisting fails,
 41 storage failed, 70 an error of flashckpt, 74 refused by the system (a full disk).

@@ -22,6 +22,8 @@ REFUSED = (
     "401",
     "403",
 )
+STALE = ("ExpiredToken", "InvalidToken", "TokenRefreshRequired", "InvalidAccessKeyId")
+"""Answers to credentials that may have been replaced where they come from."""
 _BUSY = (
     "SlowDown",
     "RequestTimeout",

@@ -14,7 +14,7 @@ from flashckpt.errors import ConfigError, FlashckptError, RootError
 from flashckpt.storage.conditional import ProbedStore
 from flashckpt.storage.etags import Tags
 from flashckpt.storage.s3_address import S3Address, address_of
-from flashckpt.storage.s3_errors import error_code, is_network, is_transient, translate, unknown_place
+from flashckpt.storage.s3_errors import STALE, error_code, is_network, is_transient, translate, unknown_place
 
 _log = logging.getLogger(__name__)
 
@@ -104,6 +104,8 @@ class S3Session(ProbedStore):
         except Exception as error:
             if not (error_code(error) or is_network(error)):
                 raise
+            if error_code(error) in STALE:
+                self._fs = None  # the next request asks for credentials again
             raise translate(error, self.url, self.bucket, key) from error
 
     def _open(self) -> Any:

@@ -48,6 +48,7 @@ class Stub:
         range_error: Answer to a range that begins behind the end.
         silent: Kinds of requests that are never answered.
         passing: As `refused`, with how often.
+        expired: Access keys that are refused.
     """
 
     endpoint: str = ""
@@ -58,6 +59,7 @@ class Stub:
     range_error: tuple[int, str] = (416, "InvalidRange")
     silent: set[str] = field(default_factory=set)
     passing: dict[str, tuple[int, str, int]] = field(default_factory=dict)
+    expired: set[str] = field(default_factory=set)
     asked: list[Asked] = field(default_factory=list)
     objects: dict[str, tuple[bytes, float]] = field(default_factory=dict)
     folders: set[str] = field(default_factory=set)
@@ -100,6 +102,8 @@ class _Handler(BaseHTTPRequestHandler):
             if left := self.stub.passing.get(kind, (0, "", 0))[2]:
                 status, code, _ = self.stub.passing[kind]
                 refused, self.stub.passing[kind] = (status, code), (status, code, left - 1)
+        if found.key in self.stub.expired:
+            refused = (400, "ExpiredToken")
         if kind in self.stub.silent:
             self.stub.ended.wait(60)
             self.close_connection = True
@@ -172,7 +176,11 @@ class _Handler(BaseHTTPRequestHandler):
         if self.stub.keeps_folders and delimiter:
             deep = prefix.count("/") + 1
             folders |= {name for name in self.stub.folders if name.startswith(prefix) and name.count("/") == deep}
-        shown = [n for n in names if not (delimiter and "/" in n[len(prefix) :])]
+        after = self.query.get("continuation-token", [""])[0]
+        left = [n for n in names if n > after and not (delimiter and "/" in n[len(prefix) :])]
+        shown = left[:1000]
+        folders = set() if after else folders
+        more = f"<NextContinuationToken>{escape(shown[-1])}</NextContinuationToken>" if len(left) > 1000 else ""
         items = "".join(
             f"<Contents><Key>{escape(name)}</Key><Size>{len(self.stub.objects[name][0])}</Size><ETag>x</ETag><LastModified>"
             f"{time.strftime('%Y-%m-%dT%H:%M:%S.000Z', time.gmtime(self.stub.objects[name][1]))}</LastModified></Contents>"
@@ -181,7 +189,8 @@ class _Handler(BaseHTTPRequestHandler):
         head = f"<Name>{self.stub.bucket}</Name><Prefix>{escape(prefix)}</Prefix><KeyCount>{len(shown) + len(folders)}</KeyCount>"
         self._answer(
             200,
-            f"<ListBucketResult>{head}<MaxKeys>1000</MaxKeys><IsTruncated>false</IsTruncated>{items}</ListBucketResult>".encode(),
+            f"<ListBucketResult>{head}<MaxKeys>1000</MaxKeys><IsTruncated>{str(bool(more)).lower()}"
+            f"</IsTruncated>{more}{items}</ListBucketResult>".encode(),
         )
 
     def _uploads(self, _: bytes) -> None:

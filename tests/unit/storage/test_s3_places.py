@@ -14,7 +14,7 @@ from fsspec.config import conf
 from support.paths import TESTS
 from support.s3_stub import Stub, s3_stub
 
-from flashckpt.errors import ConfigError
+from flashckpt.errors import ConfigError, RootError
 from flashckpt.storage.factory import open_in_rank, open_store, place_of
 from flashckpt.storage.s3 import S3Store
 from flashckpt.storage.s3_address import address_of
@@ -179,30 +179,82 @@ def test_configuration_that_says_nothing_is_named(
         open_store("s3://bucket/run", backend=client).get("a")
 
 
+@pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize(
     ("option", "header"),
     [
         ({"s3_additional_kwargs": {"ServerSideEncryption": "aws:kms"}}, ("x-amz-server-side-encryption", "aws:kms")),
+        (
+            {"s3_additional_kwargs": {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": "mine"}},
+            ("x-amz-server-side-encryption-aws-kms-key-id", "mine"),
+        ),
         ({"s3_additional_kwargs": {"StorageClass": "ONEZONE_IA"}}, ("x-amz-storage-class", "ONEZONE_IA")),
         ({"requester_pays": True}, ("x-amz-request-payer", "requester")),
     ],
 )
 def test_what_every_request_shall_say_is_said(
-    config: pytest.MonkeyPatch, stub: Stub, option: dict[str, Any], header: tuple[str, str]
+    config: pytest.MonkeyPatch, stub: Stub, option: dict[str, Any], header: tuple[str, str], client: str
 ) -> None:
-    """obstore cannot say it, so that such a root goes through s3fs; of which each call of ours must say it."""
-    store = open_store("s3://bucket/run", **stub.options(**option))
-    assert type(store) is S3Store
+    """By either client; a storage class obstore cannot say, so that such a root goes through s3fs."""
+    is_obstore = client == "obstore" and "class" not in header[0]
+    store = open_store("s3://bucket/run", **stub.options(backend="s3fs" if client == "s3fs" else "auto", **option))
+    assert type(store) is (ObstoreStore if is_obstore else S3Store)
     store.put("small", b"x")
     assert store.put_if_absent("claim", b"x")
     store.put_object("big", [memoryview(bytes(20 << 20))], 20 << 20)
     store.list()
+    store.delete_many(["small"])
+    if isinstance(store, ObstoreStore):
+        assert store._obstore is not None
     writes = [one for one in stub.asked if one.method == "PUT" and "partNumber" not in one.query]
     begins = [one for one in stub.asked if one.method == "POST" and one.query.startswith("uploads")]
     assert len(writes) >= 3
     assert len(begins) == 1
-    said = writes + begins + ([one for one in stub.asked if one.method == "GET"] if "payer" in header[0] else [])
+    said = stub.asked if "payer" in header[0] else writes + begins
     assert all(one.headers.get(header[0]) == header[1] for one in said)
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_keys_that_were_replaced_in_their_file_are_read_again(
+    config: pytest.MonkeyPatch, stub: Stub, client: str, tmp_path: Path
+) -> None:
+    """The request that the old ones were refused fails, as it may have been refused for good; the next one has the new."""
+    file = tmp_path / "credentials"
+    config.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    config.setenv("AWS_ENDPOINT_URL", stub.endpoint)
+    file.write_text("[default]\naws_access_key_id = old\naws_secret_access_key = s\n")
+    store = open_store("s3://bucket/run", backend=client, retries=2, timeout_s=5)
+    store.put("a", b"1")
+    config.setattr(stub, "expired", {"old"})
+    file.write_text("[default]\naws_access_key_id = new\naws_secret_access_key = s\n")
+    with pytest.raises(RootError, match="ExpiredToken"):
+        store.put("a", b"2")
+    store.put("a", b"2")
+    assert store.get("a") == b"2"
+    assert stub.asked[-1].key == "new"
+    store.close()
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_folders_that_others_marked_are_no_objects(stub: Stub, client: str) -> None:
+    stub.objects.clear()
+    for name in ("run/", "run/step/", "run/step/MANIFEST", "run/empty/", "run/catalog/entry", "run/none"):
+        stub.objects[name] = (b"x" if name.endswith("MANIFEST") else b"", 0.0)
+    store = open_store("s3://bucket/run", **stub.options(backend=client))
+    assert [info.key for info in store.list()] == ["catalog/entry", "none", "step/MANIFEST"]
+    store.close()
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_ten_thousand_objects_are_listed_page_by_page(stub: Stub, client: str) -> None:
+    stub.objects.clear()
+    stub.objects |= {f"run/step/{number:05}": (b"x", 0.0) for number in range(10_000)}
+    stub.asked.clear()
+    store = open_store("s3://bucket/run", **stub.options(backend=client))
+    found = store.list("step/")
+    assert [info.key for info in found] == [f"step/{number:05}" for number in range(10_000)]
+    assert len(stub.asked) == 10
+    store.close()
 
 
 FORKING = """

@@ -1,0 +1,10 @@
+"""`python -m flashckpt.exactness PLAN SCRIPT ARGS`: what dlrun starts as each rank of a checked script."""
+
+from __future__ import annotations
+
+import sys
+
+from flashckpt.exactness.probe import main
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

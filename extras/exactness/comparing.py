@@ -1,0 +1,260 @@
+"""Runs compared instant by instant: what moved, the cause before its consequences. Pure, torch-free."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flashckpt.exactness.records import BEGINS, ENDS, RESTORED, Seen, Trace
+
+EXACT, NOT_EXACT, NOT_DETERMINISTIC = "exact", "not exact", "not deterministic"
+_DRAWN = (
+    "something draws from it or seeds it between restore() and the first step: a shuffle, weights, a seed in the loop"
+)
+_ELASTIC = "take the data from an ElasticSampler, track it, and give it to the loader"
+_ORDER = ("state", "changed", "object", "generator", "tensor", "data", "value")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """One thing that is not what it was.
+
+    Attributes:
+        kind: One of `_ORDER`.
+        name: How the script calls it.
+        what: The sentence.
+        remedy: What to do.
+    """
+
+    kind: str
+    name: str
+    what: str
+    remedy: str
+
+    def as_json(self) -> dict[str, str]:
+        """Return it for JSON."""
+        return {"kind": self.kind, "name": self.name, "what": self.what, "remedy": self.remedy}
+
+
+@dataclass(kw_only=True)
+class Finding:
+    """What the comparison of two runs says of one rank.
+
+    Attributes:
+        verdict: EXACT, NOT_EXACT or NOT_DETERMINISTIC.
+        restored: The step that was restored.
+        causes: The causes.
+        hints: Variables that are other ones and may not matter.
+        moved: Names of tracked state that differs.
+        first: The first step at whose end it does.
+    """
+
+    verdict: str = EXACT
+    restored: int = 0
+    causes: list[Cause] = field(default_factory=list)
+    hints: list[Cause] = field(default_factory=list)
+    moved: list[str] = field(default_factory=list)
+    first: int | None = None
+
+
+def deterministic(first: Trace, second: Trace, ignored: Sequence[str] = ()) -> Finding:
+    """Compare two unbroken runs; NOT_DETERMINISTIC names what differs first."""
+    found = Finding()
+    for at in (at for at in first.leaves if at in second.leaves):
+        other = _differing(first.leaves[at], second.leaves[at], ignored)
+        data = at[0] == ENDS and first.inputs[at[1]] != second.inputs[at[1]]
+        state = [path for path, leaf in other.items() if leaf.kind == "tracked"]
+        if not state and not data:
+            continue
+        found.verdict, found.first, found.moved = NOT_DETERMINISTIC, at[1], state
+        drawn = [path for path, leaf in other.items() if leaf.kind == "generator" and _moves(first, path)]
+        found.causes = [
+            Cause(kind="generator", name=path, what=f"{path} differs between two unbroken runs", remedy="seed it")
+            for path in drawn
+        ]
+        if data:
+            what = f"step {at[1]} is given other data in each unbroken run"
+            found.causes.append(Cause(kind="data", name="data", what=what, remedy="give the order of the data a seed"))
+        if not found.causes:
+            remedy = "look for clocks, hashes, threads, and operations without torch.use_deterministic_algorithms(True)"
+            what = f"{state[0]} differs between two unbroken runs, with the same data and generators"
+            found.causes.append(Cause(kind="state", name=state[0], what=what, remedy=remedy))
+        break
+    return found
+
+
+def noise(first: Trace, second: Trace) -> set[str]:
+    """Return the paths that differ between two unbroken runs: clocks, and generators that nothing of the state needs."""
+    return {
+        path
+        for at in first.leaves
+        if at in second.leaves
+        for path in _differing(first.leaves[at], second.leaves[at], ())
+    }
+
+
+def continued(unbroken: Trace, restarted: Trace, *, ignored: Sequence[str] = ()) -> Finding:
+    """Compare a run that was killed and restarted with one that was not.
+
+    Args:
+        unbroken: All steps.
+        restarted: The trace after the restart.
+        ignored: Patterns of names, and the paths of `noise`.
+    """
+    at = restarted.restored or 0
+    found = Finding(restored=at)
+    last = max((step for step in restarted.steps if step in unbroken.inputs), default=0)
+    kept = _differing(_of(unbroken, ENDS, last), _of(restarted, ENDS, last), ignored)
+    given = _differing(_of(unbroken, ENDS, at), _of(restarted, RESTORED, at), ignored)
+    before = _differing(_of(unbroken, BEGINS, at + 1), _of(restarted, BEGINS, at + 1), ignored)
+    if not _of(restarted, BEGINS, at + 1):  # no tracked model is called as one
+        before = _differing(_of(unbroken, ENDS, at + 1), _of(restarted, ENDS, at + 1), ignored)
+    carried = {path for path, leaf in _of(unbroken, ENDS, at).items() if before.get(path) == leaf}
+    causes = _of_state(given, before, carried, at)
+    for path, leaf in before.items():
+        is_state = path in carried or leaf.kind != "tensor"  # a tensor that the step itself makes is a consequence
+        if leaf.kind in ("object", "tensor", "value") and path in kept and is_state:
+            causes.append(_of_variable(path, leaf, _of(restarted, BEGINS, at + 1).get(path)))
+        elif leaf.kind == "generator" and _moves(unbroken, path):
+            causes.append(_of_generator(path, leaf, rng=unbroken.rng))
+    causes += _of_data(unbroken, restarted, at)
+    causes = list({(cause.kind, cause.name): cause for cause in reversed(causes)}.values())[::-1]
+    found.causes = sorted((c for c in causes if c.kind != "value"), key=lambda cause: _ORDER.index(cause.kind))
+    found.hints = [cause for cause in causes if cause.kind == "value"]
+    _consequences(found, unbroken, restarted, ignored)
+    if found.causes or found.moved:
+        found.verdict = NOT_EXACT
+    return found
+
+
+def _consequences(found: Finding, unbroken: Trace, restarted: Trace, ignored: Sequence[str]) -> None:
+    for step in restarted.steps:
+        if step in unbroken.inputs and not found.moved:
+            other = _differing(_of(unbroken, ENDS, step), _of(restarted, ENDS, step), ignored)
+            found.moved = [path for path, leaf in other.items() if leaf.kind == "tracked"]
+            found.first = step if found.moved else None
+
+
+def _of(trace: Trace, kind: str, step: int) -> Mapping[str, Seen]:
+    return trace.leaves.get((kind, step), {})
+
+
+def _differing(a: Mapping[str, Seen], b: Mapping[str, Seen], ignored: Sequence[str]) -> dict[str, Seen]:
+    """Return what both have and is another one, as `a` has it."""
+    exact, patterns = set(ignored), [one for one in ignored if set("*?[") & set(one)]
+    return {
+        path: leaf
+        for path, leaf in a.items()
+        if path in b
+        and leaf.digest != b[path].digest
+        and not exact & {path, leaf.owner}
+        and not any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
+    }
+
+
+def _moves(trace: Trace, path: str) -> bool:
+    """Return whether a generator is drawn from at all: one that stands still may have any state."""
+    return len({leaves[path].digest for leaves in trace.leaves.values() if path in leaves}) > 1
+
+
+def _of_state(
+    given: Mapping[str, Seen], before: Mapping[str, Seen], carried: Collection[str], step: int
+) -> list[Cause]:
+    found = []
+    for path, leaf in given.items():
+        if leaf.kind == "tracked":
+            what = f"{leaf.owner!r} ({leaf.of}) is not what it was after step {step}: {path} differs"
+            remedy = "let its load_state_dict() set what its state_dict() returns"
+            found.append(Cause(kind="state", name=leaf.owner, what=what, remedy=remedy))
+    for path, leaf in before.items():
+        if leaf.kind == "tracked" and path not in given and path not in carried:
+            what = f"step {step + 1} sets {path} of {leaf.owner!r} ({leaf.of}) to another value"
+            remedy = "derive the value from the step, or keep what it is made of in a tracked object"
+            found.append(Cause(kind="changed", name=leaf.owner, what=what, remedy=remedy))
+        elif leaf.kind == "tracked" and path not in given:
+            what = f"{leaf.owner!r} ({leaf.of}) is changed between restore() and the first step: {path} differs"
+            remedy = "build and initialise everything before restore()"
+            found.append(Cause(kind="changed", name=leaf.owner, what=what, remedy=remedy))
+    return found
+
+
+def _of_variable(path: str, leaf: Seen, now: Seen | None) -> Cause:
+    if leaf.kind == "object":
+        what, remedy = (
+            f"{leaf.owner} ({leaf.of}) is not restored: {path} differs",
+            f"track it: track({_name(leaf)}=...)",
+        )
+        return Cause(kind="object", name=leaf.owner, what=what, remedy=remedy)
+    if leaf.kind == "tensor":
+        remedy = "keep it in a tracked object: a buffer, or one with state_dict() and load_state_dict()"
+        what = f"the tensor {path} ({leaf.shown}) is not restored"
+        return Cause(kind="tensor", name=path.partition("[")[0], what=what, remedy=remedy)
+    what = f"{path} is {now.shown if now else '?'} and was {leaf.shown}"
+    return Cause(kind="value", name=path, what=what, remedy="derive it from the step, or keep it in a tracked object")
+
+
+def _name(leaf: Seen) -> str:
+    words = leaf.owner.rpartition(": ")[2].replace(".", "_")
+    return words if words.isidentifier() else "name"
+
+
+def _of_generator(path: str, leaf: Seen, *, rng: bool) -> Cause:
+    if not leaf.owner:
+        remedy = "track an object whose state_dict() and load_state_dict() are its get_state() and set_state()"
+        return Cause(kind="generator", name=path, what=f"the generator {path} is not restored", remedy=remedy)
+    if rng:
+        return Cause(
+            kind="generator", name=path, what=f"{path} differs at the first step after the restore", remedy=_DRAWN
+        )
+    what = f"{path} differs after the restore: it is not tracked"
+    return Cause(kind="generator", name=path, what=what, remedy="track(..., rng=True)")
+
+
+def _of_data(unbroken: Trace, restarted: Trace, at: int) -> list[Cause]:
+    """Return the first step that was given other data, and whose data it was given."""
+    for step in restarted.steps:
+        if step not in unbroken.inputs or unbroken.inputs[step] == restarted.inputs[step]:
+            continue
+        wanted, given = unbroken.inputs[step], restarted.inputs[step]
+        known = [one for one in sorted(unbroken.inputs, reverse=True) if unbroken.inputs[one] == given and one != step]
+        whose = f"what step {known[-1]} is given" if known else "other data than"
+        if known:
+            again = " a second time" if known[-1] <= at else ""
+            what = f"step {step} is given {whose}{again}"
+        elif set(given) & set(wanted):
+            what = f"step {step} is given only a part of its data"
+        else:
+            what = f"step {step} is given {whose} in the unbroken run"
+        return [Cause(kind="data", name=f"step {step}", what=what, remedy=_ELASTIC)]
+    return []
+
+
+def merged(findings: Iterable[Finding]) -> Finding:
+    """Return one finding of all ranks: the worst verdict, each cause once."""
+    every = list(findings)
+    worst = max(every, key=lambda one: (EXACT, NOT_EXACT, NOT_DETERMINISTIC).index(one.verdict))
+    causes = {(c.kind, c.name): c for one in reversed(every) for c in one.causes}
+    hints = {c.name: c for one in reversed(every) for c in one.hints}
+    moved = list(dict.fromkeys(path for one in every for path in one.moved))
+    return Finding(
+        verdict=worst.verdict,
+        restored=worst.restored,
+        causes=sorted(causes.values(), key=lambda cause: _ORDER.index(cause.kind)),
+        hints=list(hints.values()),
+        moved=moved,
+        first=min((one.first for one in every if one.first is not None), default=None),
+    )
+
+
+def as_json(found: Finding) -> dict[str, Any]:
+    """Return a finding for JSON."""
+    return {
+        "verdict": found.verdict,
+        "restored_step": found.restored,
+        "first_step": found.first,
+        "causes": [cause.as_json() for cause in found.causes],
+        "hints": [cause.as_json() for cause in found.hints],
+        "moved": found.moved,
+    }

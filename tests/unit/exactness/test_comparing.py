@@ -1,0 +1,118 @@
+"""What `flashckpt check` concludes from what two runs wrote down; the runs are in tests/integration/programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashckpt.exactness import comparing
+from flashckpt.exactness.comparing import EXACT, NOT_DETERMINISTIC, NOT_EXACT, continued, deterministic, merged, noise
+from flashckpt.exactness.records import BEGINS, ENDS, RESTORED, Seen, Trace, read_trace, record_file
+
+KINDS = {"model": ("tracked", "model", "Linear"), "torch's generator": ("generator", "torch", ""),
+         "own": ("generator", "", ""), "scheduler": ("object", "scheduler", "StepLR"), "ema": ("tensor", "", ""),
+         "total": ("value", "", "")}  # fmt: skip
+
+
+def trace(*, first: int = 1, last: int = 4, restored: int = 0, rng: bool = True, **changed: Any) -> Trace:
+    """Return a trace of some steps in which everything changes with each; `changed`: path -> what it is instead, by step."""
+    found = Trace(restored=restored, rng=rng)
+    instants = [(RESTORED, restored), *((kind, n) for n in range(first, last + 1) for kind in (BEGINS, ENDS))]
+    for kind, step in instants:
+        done = step - (kind == BEGINS)
+        others = {name.replace("_", " ").replace("torchs", "torch's"): value for name, value in changed.items()}
+        found.leaves[kind, step] = {
+            path: Seen(
+                *of, str(others[path](done) if callable(others.get(path)) else others.get(path, done)), str(done)
+            )
+            for path, of in KINDS.items()
+        }
+        if kind == ENDS:
+            given = changed.get("data", lambda n: n)
+            found.inputs[step] = [str(given(step) if callable(given) else given)]
+    return found
+
+
+def again(**changed: Any) -> Trace:
+    return trace(first=3, restored=2, **changed)
+
+
+def test_the_same_again_is_exact() -> None:
+    found = continued(trace(), again())
+    assert (found.verdict, found.restored, found.causes, found.hints) == (EXACT, 2, [], [])
+
+
+@pytest.mark.parametrize(
+    ("changed", "kind", "what"),
+    [
+        ({"scheduler": 0}, "object", "scheduler (StepLR) is not restored: scheduler differs"),
+        ({"own": 0}, "generator", "the generator own is not restored"),
+        ({"ema": 0}, "tensor", "the tensor ema (2) is not restored"),
+        ({"torchs generator": 0}, "generator", "torch's generator differs at the first step after the restore"),
+        ({"model": lambda done: done + 1}, "state", "'model' (Linear) is not what it was after step 2: model differs"),
+        ({"data": lambda step: step - 2}, "data", "step 3 is given what step 1 is given a second time"),
+        ({"data": 99}, "data", "step 3 is given other data than in the unbroken run"),
+    ],
+)
+def test_what_moved_is_the_cause(changed: dict[str, Any], kind: str, what: str) -> None:
+    found = continued(trace(), again(**changed))
+    assert (found.verdict, found.causes[0].kind, found.causes[0].what) == (NOT_EXACT, kind, what)
+
+
+def test_a_generator_that_stands_still_may_have_any_state() -> None:
+    assert continued(trace(own=5), again(own=7)).verdict == EXACT
+
+
+def test_generators_that_nobody_tracks_are_told_from_those_that_are_drawn_from() -> None:
+    found = continued(trace(rng=False), again(**{"torchs generator": 0}))
+    assert found.causes[0].remedy == "track(..., rng=True)"
+
+
+def test_a_number_alone_is_only_mentioned() -> None:
+    found = continued(trace(), again(total=0))
+    assert (found.verdict, found.causes, [hint.name for hint in found.hints]) == (EXACT, [], ["total"])
+
+
+def test_what_is_not_there_yet_does_not_differ() -> None:
+    """The loss of the step before, at the first step after a restart."""
+    restarted = again(ema=0)
+    del restarted.leaves[BEGINS, 3]["ema"]  # type: ignore[attr-defined]  # a dict
+    assert continued(trace(), restarted).causes == []
+
+
+def test_a_tensor_that_each_step_makes_is_a_consequence() -> None:
+    made = trace()
+    for step in range(1, 5):
+        made.leaves[BEGINS, step] = {**made.leaves[BEGINS, step], "ema": Seen("tensor", "", "", f"new{step}", "")}
+    assert continued(made, again(ema=0)).causes == []
+
+
+def test_what_differs_between_unbroken_runs_is_noise_or_the_answer() -> None:
+    first, second = trace(), trace(total=lambda done: done + 0.5, own=0)
+    assert deterministic(first, second).verdict == EXACT
+    assert noise(first, second) == {"total", "own"}
+    assert continued(first, again(total=9, own=9), ignored=[*noise(first, second)]).hints == []
+    assert continued(first, again(scheduler=9), ignored=["sched*"]).verdict == EXACT
+    moved: dict[str, Any] = {"model": 0, "torchs generator": 0}
+    found = deterministic(trace(), trace(**moved))
+    assert (found.verdict, found.first) == (NOT_DETERMINISTIC, 1)
+    assert found.causes[0].what == "torch's generator differs between two unbroken runs"
+    found = deterministic(trace(), trace(model=lambda done: done + (done > 2)))
+    assert (found.first, found.causes[0].what[:40]) == (3, "model differs between two unbroken runs,")
+
+
+def test_ranks_are_one_answer() -> None:
+    found = merged(
+        [continued(trace(), again()), continued(trace(), again(scheduler=0)), continued(trace(), again(ema=0))]
+    )
+    assert (found.verdict, [cause.kind for cause in found.causes]) == (NOT_EXACT, ["object", "tensor"])
+    assert comparing.as_json(found)["restored_step"] == 2
+
+
+def test_a_line_that_a_kill_cut_is_left_out(tmp_path: Path) -> None:
+    line = '{"at": ["ends", 1], "inputs": ["a"], "leaves": {}}'
+    record_file(tmp_path, 0, 0).write_text(f'{{"at": ["made", 0]}}\n{line}\n{line[:20]}')
+    found = read_trace(tmp_path, 0, 0)
+    assert (found.is_made, found.steps, read_trace(tmp_path, 1, 0).steps) == (True, [1], [])
