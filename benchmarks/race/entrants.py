@@ -98,8 +98,8 @@ ENTRANTS = (
         venv="dlrover",
         launcher=(str(HERE / "dlrover_launch.py"), "--standalone", RESTARTS, PATIENT),
         script=("loop.py", "dlrover"),
-        pins=("dlrover[torch]==0.6.1",),
-        module="dlrover.trainer.torch.elastic_run",
+        pins=("dlrover[torch]==0.6.1", "kubernetes==37.0.2"),
+        module="kubernetes, dlrover.trainer.torch.elastic_run",
     ),
     Entrant(name="dcp", venv="torch", script=("loop.py", "dcp")),
     Entrant(
