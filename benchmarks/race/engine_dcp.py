@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.stateful import Stateful
 
 from race import engine_none, problem
@@ -38,14 +39,15 @@ class Engine(engine_none.Engine):
 
     def __init__(self, *words: Any) -> None:
         super().__init__(*words)
-        self.group, self.future = dist.new_group(backend="gloo", timeout=problem.TIMEOUT), None
+        self.group = dist.new_group(backend="gloo", timeout=problem.TIMEOUT)
+        self.future: Any = None
 
     def restore(self) -> int:
         """Load the newest folder that is whole: its .metadata is written last."""
         if not (found := engine_none.folders("step_*", ".metadata")):
             return 0
         state = {"app": State(self), **self.position(0)}
-        dcp.load(state, checkpoint_id=found[-1])
+        load(state, checkpoint_id=found[-1])
         return self.reposition(state)
 
     def save(self, step: int) -> None:
@@ -53,7 +55,7 @@ class Engine(engine_none.Engine):
         if engine_none.due(step):
             self.finish()
             state = {"app": State(self), **self.position(step)}
-            self.future = dcp.async_save(state, checkpoint_id=problem.FOLDER / f"step_{step}", process_group=self.group)
+            self.future = async_save(state, checkpoint_id=problem.FOLDER / f"step_{step}", process_group=self.group)
 
     def finish(self) -> None:
         """Wait for the last save."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from typing import Any
 
@@ -34,7 +35,8 @@ class Engine(engine_none.Engine):
         state = self.checkpointer.load_checkpoint()
         if not state:
             return 0
-        state = state.get("model_states", state)
+        # views of shared memory that all ranks have: an optimizer on a GPU copies them, one on a CPU would share them
+        state = copy.deepcopy(state.get("model_states", state))
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         step, per_epoch = int(state["step"]), problem.STEPS // problem.EPOCHS

@@ -22,7 +22,7 @@ class Engine:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, data: Dataset[Any], micro: int) -> None:
         world = dist.get_world_size()
         self.sampler = ElasticSampler(
-            data, dp_rank=dist.get_rank(), dp_size=world, global_batch_size=micro * world, seed=0
+            problem.SAMPLES, dp_rank=dist.get_rank(), dp_size=world, global_batch_size=micro * world, seed=0
         )
         self.loader = DataLoader(data, batch_size=micro, sampler=self.sampler)
         self.ckpt = Checkpointer(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -25,7 +26,7 @@ class Entrant:
         launcher: Words after the Python of the environment.
         script: What the launcher starts, with its words.
         off: The name of the run without checkpoints that its times are divided by.
-        every: Steps between snapshots, the best of `--tune`.
+        every: Steps between snapshots: the best of `--tune`, which writes intervals.json.
         persist: Steps between files, for those with a memory tier.
         pins: What pip installs into the environment, on top of torch of the project's.
         module: What must be importable there.
@@ -127,5 +128,14 @@ ENTRANTS = (
         module="lightning",
     ),
 )
+
+
+def tuned() -> tuple[Entrant, ...]:
+    """Return the entrants with the intervals that `--tune` found."""
+    path = HERE / "intervals.json"
+    found = json.loads(path.read_text()) if path.exists() else {}
+    return tuple(replace(entrant, **found.get(entrant.name, {})) for entrant in ENTRANTS)
+
+
 PLAIN = Entrant(name="loop", venv="torch", script=("loop.py", "none"))
 """The loop without checkpoints."""

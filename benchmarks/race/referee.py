@@ -12,6 +12,7 @@ the entrant's own unbroken run, bytes written, peak memory, and how often somebo
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import signal
@@ -19,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from typing import Any
 from flashckpt.bench.measure import LoadWatch, document, median, write_json
 from race import failures, score, table
 from race.disk import Disk
-from race.entrants import ENTRANTS, HERE, PLAIN, Entrant
+from race.entrants import ENTRANTS, HERE, PLAIN, Entrant, tuned
 from race.failures import Failure
 
 RANKS, EPOCHS = 2, 2
@@ -225,7 +225,7 @@ class Run:
         if self.struck_at or self.failure.kind == "none" or done < self.failure.step:
             return False
         newest = [line["t"] for line in self.lines[-8:] if line["event"] == "step" and line["s"] == done]
-        return time.time() >= min(newest) + self.failure.later * (self.step_s + self.failure.sleep_s)
+        return bool(time.time() >= min(newest) + self.failure.later * (self.step_s + self.failure.sleep_s))
 
     def close(self) -> None:
         """Nothing of it is left."""
@@ -296,22 +296,30 @@ def unbroken_s(entrants: list[Entrant], steps: int, runs: int, keep: Path | None
     return found
 
 
-def tune(entrants: list[Entrant], steps: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Return the interval of each entrant with the lowest cost: what saving adds, and half an interval trained again."""
-    off, found = unbroken_s(entrants, steps, 2, None), {}
+def tune(entrants: list[Entrant], steps: int) -> None:
+    """Write the interval of each entrant with the lowest cost: what saving adds, and half an interval trained again.
+
+    Of those with a memory tier files are written every 20 steps while that is searched.
+    """
+    path = HERE / "intervals.json"
+    found = json.loads(path.read_text()) if path.exists() else {}
+    off, nothing = unbroken_s(entrants, steps, 2, None), failures.Failure(kind="none", step=0, later=0, rank=0)
     for entrant in entrants:
         costs = {}
         for every in EVERY:
-            persist = max(every, 20 // every * every)
-            who = replace(entrant, every=every, persist=persist)
-            row = one(who, failures.Failure(kind="none", step=0, later=0, rank=0), steps, 0.0)
+            persist = max(every, 20)
+            row = one(replace(entrant, every=every, persist=persist), nothing, steps, 0.0)
             if row["finished"]:
-                costs[every] = row["seconds"] - off[entrant.off] + every / 2 * off[entrant.off] / steps
-        found[entrant.name] = {"every": min(costs, key=lambda every: costs[every]) if costs else None, "cost_s": costs}
-        say(
-            f"{entrant.name}: every {found[entrant.name]['every']}, cost in s by interval { ({k: round(v, 2) for k, v in costs.items()}) }"
+                step_s = off[entrant.off] / steps
+                costs[every] = row["seconds"] - off[entrant.off] + every / 2 * step_s
+        print(
+            f"{entrant.name}: seconds by interval { ({every: round(cost, 2) for every, cost in costs.items()}) }",
+            flush=True,
         )
-    return found
+        if costs:
+            best = min(costs, key=lambda every: costs[every])
+            found[entrant.name] = {"every": best, "persist": max(best, 20)}
+            path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
 
 
 def _kill(pid: int, number: int) -> None:
@@ -345,7 +353,7 @@ def main() -> int:
     began, load = time.monotonic(), LoadWatch()
     left_out, entrants = {}, []
     PLAIN.setup()
-    for entrant in (entrant for entrant in ENTRANTS if entrant.name in args.entrants):
+    for entrant in (entrant for entrant in tuned() if entrant.name in args.entrants):
         if why := entrant.setup():
             left_out[entrant.name] = why
             print(f"{entrant.name} does not start: {why}", flush=True)
@@ -354,7 +362,7 @@ def main() -> int:
     if args.setup:
         return 0
     if args.tune:
-        tune(entrants, args.steps, lambda line: print(line, flush=True))
+        tune(entrants, args.steps)
         return 0
     off = unbroken_s(entrants, args.steps, args.runs, args.keep)
     rows = []

@@ -74,7 +74,7 @@ def svg(rows: Sequence[Row], title: str, notes: Sequence[str]) -> str:
     parts, y = [], 46.0
     scale = (WIDTH - LEFT - 170) / (MOST - 1)
     for kind in dict.fromkeys(row["kind"] for row in rows):
-        parts.append(_text(16, y + 11, KINDS[kind].split(";")[0], bold=True))
+        parts.append(_text(16, y + 11, KINDS[kind], bold=True))
         y += 17
         for row in (row for row in rows if row["kind"] == kind):
             length = max(1.5, (min(row["ratio"], MOST) - 1) * scale) if row["finished"] else (MOST - 1) * scale

@@ -116,7 +116,7 @@ class Rank:
         parts: list[tuple[float, int]] = []
         began = self._clock()
         stream = Stream(self._ring, self.nbytes, self._seed(number), lambda n: parts.append((self._clock() - began, n)))
-        self.store.put_object(self.key(number), stream, self.nbytes)  # type: ignore[arg-type]  # an Iterable, not a list
+        self.store.put_object(self.key(number), stream, self.nbytes)
         seconds = self._clock() - began
         unsynced = None if self.directory is None else unsynced_bytes(self.directory / self.key(number))
         return {"seconds": seconds, "nbytes": self.nbytes, "parts": parts, "unsynced_bytes": unsynced}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flashckpt.bench import mlperf_rank
+from flashckpt.bench.host import evict
 from flashckpt.bench.layouts import DEFAULTS, scaled
 from flashckpt.bench.mlperf import Pass, findings, rank_bytes, results, sustained
 from flashckpt.bench.mlperf_rank import Rank, Stream, device_bytes, stamps, unsynced_bytes
@@ -76,7 +76,7 @@ def on_a_device(folder: Path) -> None:
     """Skip where files are in memory anyhow, or the kernel cannot tell."""
     path = folder / "probe"
     path.write_bytes(bytes(1 << 20))
-    if mlperf_rank.evict(path) > 0 or unsynced_bytes(path) is None:
+    if evict(path) > 0 or unsynced_bytes(path) is None:
         pytest.skip("needs a file system on a device, and cachestat of Linux 6.5")
     before = device_bytes()
     path.read_bytes()
