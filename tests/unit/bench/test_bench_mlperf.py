@@ -121,9 +121,11 @@ def test_a_burst_that_ends_after_a_minute_is_found_and_not_planned_with() -> Non
     assert "a burst of 60 s cannot be seen" in results(writes[:8], [read], {}, "", "")["notes"][0]
 
 
-def test_rates_that_only_vary_are_no_burst() -> None:
-    parts = [[(1.0 * second, (900 + 200 * (second % 3)) << 20) for second in range(120)]]
-    assert sustained([Pass(seconds=[120.0], nbytes=[1], parts=parts)]).fell_at_s is None
+def test_rates_that_only_vary_or_that_recover_are_no_burst() -> None:
+    varying = [(1.0 * second, (900 + 200 * (second % 3)) << 20) for second in range(120)]
+    recovering = [(1.0 * second, (100 if 60 <= second < 100 else 1000) << 20) for second in range(120)]
+    for parts in (varying, recovering):
+        assert sustained([Pass(seconds=[120.0], nbytes=[1], parts=[parts])]).fell_at_s is None
 
 
 @pytest.mark.parametrize("way", ["write", "read"])
