@@ -229,6 +229,8 @@ class Flashckpt(Saver):
             self.ckpt = self.made(self.folder / "root", snapshot_every=1, persist_every=1, keep_last=None, job="torn")
             self.ckpt.track(model=self.model, optimizer=self.optimizer)
             self.ckpt.restore()
+            while not self.ckpt._alive().memory.is_ready:  # the first steps have no snapshot: memory is being reserved
+                time.sleep(0.01)
         self.ckpt.step(step)
 
     def wait(self) -> None:
