@@ -211,7 +211,7 @@ gpu-wheels: setup  ## fetch what `make gpu` needs beside torch into .gpu-wheels 
 bench-all: setup  ## every benchmark of the engine and of storage, more than half an hour on a quiet machine (DLROVER_PYTHON=, RADOSGW=1)
 	PYTHON=$(BIN)/python benchmarks/all_quiet.sh
 
-# Each entrant in an environment of its own below .race, on top of .venv's packages (pip); root: file systems of their own.
+# Each entrant in a separate environment below .race, on top of .venv's packages (pip); as root with separate file systems.
 ARGS ?=
 RESULTS := benchmarks/results/2026-11-26
 race: setup  ## flashckpt and six others through the same failures: time, samples, bits of the weights (ARGS="--kinds rank machine")

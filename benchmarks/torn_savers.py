@@ -130,7 +130,7 @@ class Trial:
 
 
 def finish(writer: Writer, count: int) -> list[dict[str, Any]]:
-    """Wait until so many saves are through; return what was said of them."""
+    """Wait until so many saves are through; return what it reported of them."""
     try:
         writer.process.wait(DEADLINE_S)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""A file system of a run's own: its bytes are counted, it can be full, and it can lose what was not synced. Root; else a folder."""
+"""A separate file system for a run: its bytes are counted, it can be full, and it can lose what was not synced. Root; else a folder."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Disk:
 
     @property
     def is_own(self) -> bool:
-        """Whether it is a file system of its own."""
+        """Whether it is a separate file system."""
         return bool(self._device)
 
     def written_bytes(self) -> int | None:
@@ -47,7 +47,7 @@ class Disk:
         return self._sectors() * 512
 
     def _sectors(self) -> int:
-        """Return the sectors written since it was mounted: the counter of a loop device lives longer than its file."""
+        """Return the sectors written since it was mounted: the counter of a loop device outlasts its file."""
         words = Path(f"/sys/block/{Path(self._device).name}/stat").read_text().split()
         return int(words[6]) - self._before
 

@@ -40,7 +40,7 @@ class Engine:
         yield from self.sampler.epochs(problem.EPOCHS)
 
     def update(self) -> Any:
-        """Return nothing to hold: the optimizer waits by itself."""
+        """Return nothing to hold: the optimizer waits automatically."""
         return contextlib.nullcontext()
 
     def save(self, step: int) -> None:

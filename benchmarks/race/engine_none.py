@@ -55,7 +55,7 @@ class Engine:
         return {"step": step, "epoch": self.epoch, "loader": json.dumps(self.loader.state_dict())}
 
     def reposition(self, state: dict[str, Any]) -> int:
-        """Go on where `position` was taken; at the end of an epoch with the next one."""
+        """Continue where `position` was taken; at the end of an epoch with the next one."""
         self.first = int(state["epoch"])
         per_epoch = problem.STEPS // problem.EPOCHS
         if int(state["step"]) >= (self.first + 1) * per_epoch:

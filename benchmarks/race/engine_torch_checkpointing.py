@@ -9,7 +9,7 @@ from race import engine_none, problem
 
 
 class Engine(engine_none.Engine):
-    """Asynchronous; every rank writes a file of its own."""
+    """Asynchronous; every rank writes a separate file."""
 
     def __init__(self, *words: Any) -> None:
         super().__init__(*words)

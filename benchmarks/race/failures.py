@@ -39,7 +39,7 @@ class Failure:
 
 
 def draw(seed: int, steps: int, ranks: int, step_s: float) -> dict[str, Failure]:
-    """Return the failure of each kind: one seed gives one list, and each kind has a generator of its own.
+    """Return the failure of each kind: one seed gives one list, and each kind has its own generator.
 
     Args:
         seed: Of the race.

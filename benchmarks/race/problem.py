@@ -1,7 +1,7 @@
 """The training that every entrant runs: model, data, steps, and the log of what was trained. Nothing of flashckpt.
 
 The log is a file outside of the run that ranks only append to, one write per line. A step is logged before it is saved,
-so the last attempt that logged a step is the one whose weights went on.
+so the last attempt that logged a step is the one whose weights continued.
 """
 
 from __future__ import annotations

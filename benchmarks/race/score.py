@@ -41,7 +41,7 @@ def lines_of(text: str) -> list[Line]:
 def score(lines: Iterable[Line], samples: int, epochs: int) -> Score:
     """Count.
 
-    The weights went on from the last attempt that trained a step; within it, from the last line of each rank.
+    The weights continued from the last attempt that trained a step; within it, from the last line of each rank.
 
     Args:
         lines: Of the log, in order.

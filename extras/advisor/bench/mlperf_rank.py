@@ -28,7 +28,7 @@ _CACHESTAT = 451  # the same number on every architecture
 _PAGE = 4096
 
 
-class Stream:
+class PageStream:
     """The bytes of one object, made again by every iteration: a store may send them twice.
 
     Args:
@@ -79,7 +79,7 @@ def device_bytes() -> int:
     return 0
 
 
-class Rank:
+class StorageRank:
     """Writes and reads the part of one rank.
 
     Args:
@@ -115,7 +115,9 @@ class Rank:
         """Write its part of a checkpoint until the store says that it is durable."""
         parts: list[tuple[float, int]] = []
         began = self._clock()
-        stream = Stream(self._ring, self.nbytes, self._seed(number), lambda n: parts.append((self._clock() - began, n)))
+        stream = PageStream(
+            self._ring, self.nbytes, self._seed(number), lambda n: parts.append((self._clock() - began, n))
+        )
         self.store.put_object(self.key(number), stream, self.nbytes)
         seconds = self._clock() - began
         unsynced = None if self.directory is None else unsynced_bytes(self.directory / self.key(number))
@@ -160,7 +162,7 @@ class Rank:
 def _rank(config: Mapping[str, Any]) -> Mapping[str, Command]:
     store = open_store(config["url"], **config["options"])
     directory = None if config["directory"] is None else Path(config["directory"])
-    return Rank(store, directory, int(config["rank"]), int(config["nbytes"])).commands()
+    return StorageRank(store, directory, int(config["rank"]), int(config["nbytes"])).commands()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import pytest
 from flashckpt.bench.host import evict
 from flashckpt.bench.layouts import DEFAULTS, scaled
 from flashckpt.bench.mlperf import Pass, findings, rank_bytes, results, sustained
-from flashckpt.bench.mlperf_rank import Rank, Stream, device_bytes, stamps, unsynced_bytes
+from flashckpt.bench.mlperf_rank import PageStream, StorageRank, device_bytes, stamps, unsynced_bytes
 from flashckpt.errors import DamagedError
 from flashckpt.storage.posix import PosixStore
 from flashckpt.storage.store import PART_BYTES
@@ -46,7 +46,7 @@ class Caching(PosixStore):
 
 
 class Throttled:
-    """20 MB/s until 60 s of writing are used up, then 5: a clock of its own, and no bytes."""
+    """20 MB/s until 60 s of writing are used up, then 5: its own clock, and no bytes."""
 
     url = "throttled://"
 
@@ -61,7 +61,7 @@ class Throttled:
             self.now_s += spent_s
 
 
-def passes(rank: Rank, checkpoints: int = 2) -> tuple[list[Pass], list[Pass]]:
+def passes(rank: StorageRank, checkpoints: int = 2) -> tuple[list[Pass], list[Pass]]:
     """Run one rank as the run does."""
     written = [rank.write(number) for number in range(checkpoints)]
     cold = rank.make_cold(checkpoints, drop=False)
@@ -86,19 +86,19 @@ def on_a_device(folder: Path) -> None:
 
 def test_an_honest_store_has_no_findings(tmp_path: Path) -> None:
     on_a_device(tmp_path)
-    assert findings(*passes(Rank(PosixStore(tmp_path), tmp_path, 0, NBYTES)), {}) == []
+    assert findings(*passes(StorageRank(PosixStore(tmp_path), tmp_path, 0, NBYTES)), {}) == []
 
 
 def test_a_store_that_does_not_fsync_is_found(tmp_path: Path) -> None:
     on_a_device(tmp_path)
-    found = findings(*passes(Rank(Unsynced(tmp_path), tmp_path, 0, NBYTES)), {})
+    found = findings(*passes(StorageRank(Unsynced(tmp_path), tmp_path, 0, NBYTES)), {})
     assert [one.partition(":")[0] for one in found] == ["NOT DURABLE"], found
     assert "17 MB of a checkpoint" in found[0]
 
 
 def test_a_store_that_reads_from_a_cache_is_found(tmp_path: Path) -> None:
     on_a_device(tmp_path)
-    found = findings(*passes(Rank(Caching(tmp_path), tmp_path, 0, NBYTES)), {})
+    found = findings(*passes(StorageRank(Caching(tmp_path), tmp_path, 0, NBYTES)), {})
     assert found == ["CACHED READ: 100% of what was read came from no device: a cache in between gave it"]
 
 
@@ -109,7 +109,7 @@ def test_pages_that_stay_in_memory_are_found() -> None:
 
 def test_a_burst_that_ends_after_a_minute_is_found_and_not_planned_with() -> None:
     store: Any = Throttled()
-    rank = Rank(store, None, 0, 3 * PART_BYTES, clock=lambda: store.now_s)
+    rank = StorageRank(store, None, 0, 3 * PART_BYTES, clock=lambda: store.now_s)
     writes = [Pass(**{key: [value] for key, value in rank.write(number).items()}) for number in range(40)]
     read = Pass(seconds=[1.0], nbytes=[1 << 30])
     rate = sustained(writes)
@@ -161,7 +161,7 @@ def test_in_default_mode_every_rank_writes_its_shards_and_all_together_the_whole
 
 def test_objects_differ_in_every_page_and_are_the_same_when_sent_again() -> None:
     ring = memoryview(bytearray(2 * PART_BYTES))
-    one, other = (Stream(ring, NBYTES, seed, lambda _: None) for seed in (1, 2))
+    one, other = (PageStream(ring, NBYTES, seed, lambda _: None) for seed in (1, 2))
     first = [stamps(part).tolist() for part in one]
     assert first == [stamps(part).tolist() for part in one]
     assert not set(first[0] + first[1]) & {value for part in other for value in stamps(part).tolist()}
@@ -169,7 +169,7 @@ def test_objects_differ_in_every_page_and_are_the_same_when_sent_again() -> None
 
 
 def test_other_bytes_are_an_error(tmp_path: Path) -> None:
-    rank = Rank(PosixStore(tmp_path), tmp_path, 0, NBYTES)
+    rank = StorageRank(PosixStore(tmp_path), tmp_path, 0, NBYTES)
     rank.write(0)
     with (tmp_path / rank.key(0)).open("r+b") as file:
         file.seek(PART_BYTES)
