@@ -49,7 +49,7 @@ def _cells(row: Row, lead: Mapping[str, float]) -> list[str]:
         ratio = f"**{ratio}**"
     return [
         row["kind"],
-        TITLES.get(row["entrant"], row["entrant"]),
+        TITLES.get(row["entrant"]) or row["entrant"],
         ratio,
         str(row["again"]),
         f"{row['lost']} / {row['doubled']}",
@@ -80,7 +80,7 @@ def svg(rows: Sequence[Row], title: str, notes: Sequence[str]) -> str:
             length = max(1.5, (min(row["ratio"], MOST) - 1) * scale) if row["finished"] else (MOST - 1) * scale
             colour = COLOURS.get(row["entrant"], "#57606a")
             style = f'fill="{colour}"' if row["finished"] else f'fill="none" stroke="{colour}" stroke-dasharray="3 3"'
-            parts.append(_text(30, y + BAR - 1, TITLES.get(row["entrant"], row["entrant"])))
+            parts.append(_text(30, y + BAR - 1, TITLES.get(row["entrant"]) or row["entrant"]))
             parts.append(f'<rect x="{LEFT}" y="{y:.1f}" width="{length:.1f}" height="{BAR}" rx="2" {style}/>')
             parts.append(_text(LEFT + length + 6, y + BAR - 1, _figure(row)))
             y += BAR + 5
