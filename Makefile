@@ -11,7 +11,7 @@ export OPENBLAS_NUM_THREADS ?= 1
 # The tests start hundreds of interpreters: each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: fuzz soak help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-trainer test-layouts test-nodes test-metrics test-mounts test-nfs test-hdfs test-restarts docs changelog hooks test-pythons test-blocks test-frameworks test-hub test-wandb compatibility test-slurm test-torch-versions test-native-sanitized test-native-arm test-poisoned test-device gpu gpu-wheels test-wheel test-programs size simulate mutants
+.PHONY: fuzz soak help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-trainer test-layouts test-nodes test-metrics test-mounts test-nfs test-hdfs test-restarts docs changelog hooks test-pythons test-blocks test-frameworks test-hub test-wandb compatibility test-slurm test-torch-versions test-native-sanitized test-native-arm test-poisoned test-device gpu gpu-wheels test-wheel test-programs size simulate mutants race figures torn
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -213,6 +213,18 @@ gpu-wheels: setup  ## fetch what `make gpu` needs beside torch into .gpu-wheels 
 bench-all: setup  ## every benchmark of the engine and of storage, more than half an hour on a quiet machine (DLROVER_PYTHON=, RADOSGW=1)
 	PYTHON=$(BIN)/python benchmarks/all_quiet.sh
 
+# Each entrant in a separate environment below .race, on top of .venv's packages (pip); as root with separate file systems.
+ARGS ?=
+RESULTS := benchmarks/results/2026-11-26
+race: setup  ## flashckpt and six others through the same failures: time, samples, bits of the weights (ARGS="--kinds rank machine")
+	PYTHONPATH=benchmarks $(BIN)/python -m race.referee --json $(RESULTS)/race.json --table $(RESULTS)/race.md --svg docs/assets/race.svg $(ARGS)
+
+figures: setup  ## which figures of README and docs hold on this machine, within half an hour (ARGS=--quick: minutes)
+	$(BIN)/python benchmarks/held.py $(ARGS)
+
+torn: setup  ## how often each saver restores wrong values without an error: steps within a save, kills, flipped bits
+	PYTHONPATH=benchmarks $(BIN)/python benchmarks/torn_savers.py --json $(RESULTS)/torn-savers.json $(ARGS)
+
 docs: setup  ## the documentation as a site in out/site; fails on any warning
 	$(BIN)/python -m mkdocs build --strict 2>&1 | { ! grep -E "WARNING|ERROR|Aborted"; }
 	@echo "open out/site/index.html"
@@ -246,4 +258,4 @@ size: setup  ## lines, modules, imports, calls and words of the product in one t
 	$(BIN)/python tools/size.py $(COMMIT)
 
 clean:  ## remove .venv and everything that was generated
-	rm -rf $(VENV) .venv-clouds .venv-frameworks .venv-wandb .venv-versions .gpu-wheels .hadoop-jars build dist *.egg-info out
+	rm -rf $(VENV) .venv-clouds .venv-frameworks .venv-wandb .venv-versions .race .gpu-wheels .hadoop-jars build dist *.egg-info out

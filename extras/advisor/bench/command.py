@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from flashckpt.bench.layouts import DEFAULTS, scaled
 from flashckpt.cli.common import console, json_file_option, parse_options
 from flashckpt.cli.output import OutputConsole
-from flashckpt.cli.quantity import SCALE, SIZE, show_bytes
+from flashckpt.cli.quantity import DURATION, SCALE, SIZE, show_bytes
 from flashckpt.core.superblock import MAX_SLOTS, MIN_SLOTS
 from flashckpt.errors import ConfigError
 from flashckpt.printable import to_json
@@ -121,6 +122,9 @@ def shm_command(**options: Any) -> None:
 @click.option("--slots", type=int, default=2, help="Snapshots per rank in memory.")
 @click.option("--peers", is_flag=True, help="Also torch.save, dcp.save, dcp.async_save and safetensors.")
 @click.option("--sizes", is_flag=True, help="Only print the layouts' sizes beside the published ones.")
+@click.option("--like", type=click.Choice(["mlperf"]), help="Storage alone, by the published rules of that benchmark.")
+@click.option("--gpus", type=int, default=1024, help="With --like: of the job that the answer is for.")
+@click.option("--step-time", type=DURATION, default="1s", help="With --like: seconds per step of that job.")
 @on_storage
 @common
 def job_command(url: str | None, **options: Any) -> None:
@@ -139,6 +143,9 @@ def job_command(url: str | None, **options: Any) -> None:
     changes: dict[str, Any] = {key: int(options[key]) for key in ("tp", "pp", "dp", "zero") if options[key] is not None}
     layout = scaled(replace(DEFAULTS[options["name"]], **changes), options["scale"])
     ranks = layout.ranks if options["ranks"] is None else options["ranks"]
+    if options["like"]:
+        _like(url, layout, ranks, options)
+        return
     run = JobRun(
         table=table_of(layout, ranks),
         ranks=ranks,
@@ -150,6 +157,37 @@ def job_command(url: str | None, **options: Any) -> None:
         keep=options["keep"],
     )
     _run_job("job", run, url, options)
+
+
+def _like(url: str, layout: Any, ranks: int, options: dict[str, Any]) -> None:
+    """Run the storage alone by published rules, and show what it means for a job."""
+    from flashckpt.bench import scratch
+    from flashckpt.bench.job import table_of
+    from flashckpt.bench.mlperf import CHECKPOINTS
+    from flashckpt.bench.mlperf_run import LikeRun, run_like, sentences
+
+    table_of(layout, ranks)  # refuses a number of ranks that the layout, or a machine, has not
+    given = click.get_current_context().get_parameter_source("rounds") is not ParameterSource.DEFAULT
+    run = LikeRun(
+        layout=layout,
+        name=options["name"],
+        ranks=ranks,
+        gpus=options["gpus"],
+        step_s=options["step_time"],
+        checkpoints=options["rounds"] if given else CHECKPOINTS,
+        drop_caches=options["drop_caches"],
+    )
+    _refuse_memory(ranks * run.process_bytes)
+    stored = parse_options(options["options"])
+    said = {"url": _plain(url), **_said(options), "ranks": ranks, "rounds": run.checkpoints}
+    with (
+        _measuring("mlperf-like", said, options, lambda made: sentences(made["results"], _plain(url))) as finish,
+        scratch.memory(1 << 20, what="bench job") as memory,
+        scratch.storage(url, run.storage_bytes, options=stored, keep=options["keep"], processes=2) as place,
+    ):
+        with _progress() as report:
+            results = run_like(run, memory, place, report)
+        finish(results, [place.directory] if place.directory else [])
 
 
 @bench.command("compare")
@@ -212,16 +250,19 @@ def _run_job(kind: str, run: Any, url: str | None, options: Mapping[str, Any]) -
 
 @contextmanager
 def _measuring(
-    kind: str, arguments: Mapping[str, Any], options: Mapping[str, Any]
+    kind: str,
+    arguments: Mapping[str, Any],
+    options: Mapping[str, Any],
+    lines: Callable[[Mapping[str, Any]], Sequence[str]] | None = None,
 ) -> Iterator[Callable[[Mapping[str, Any], Sequence[Path]], None]]:
-    """Watch the load around the body; the function it yields makes the document, shows and writes it."""
+    """Watch the load around the body; the function it yields makes the document, shows it (as `lines`) and writes it."""
     from flashckpt.bench.measure import LoadWatch, document, require_quiet
 
     _refuse_results(options["json_path"], options["plot_path"])
     load = LoadWatch()
     if options["require_quiet"]:
         require_quiet(load)
-    yield lambda results, paths: _finish(document(kind, arguments, results, load=load, paths=paths), options)
+    yield lambda results, paths: _finish(document(kind, arguments, results, load=load, paths=paths), options, lines)
 
 
 def _refuse_results(json_path: Path | None, plot_path: Path | None) -> None:
@@ -235,7 +276,11 @@ def _refuse_results(json_path: Path | None, plot_path: Path | None) -> None:
         raise ConfigError(f"{json_path} cannot be written", expected="a folder that exists")
 
 
-def _finish(made: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+def _finish(
+    made: Mapping[str, Any],
+    options: Mapping[str, Any],
+    lines: Callable[[Mapping[str, Any]], Sequence[str]] | None = None,
+) -> None:
     """Show a document, and write it and its picture where that was asked for."""
     from flashckpt.bench.measure import plain, write_json
     from flashckpt.bench.plot import draw_bench
@@ -249,9 +294,9 @@ def _finish(made: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         out = console()
         for line in about(made):
             out.print(line, markup=False)
-        for table in tables(made):
+        for table in tables(made) if lines is None else ():
             out.print(table)
-        for line in notes(made):
+        for line in (lines or notes)(made):
             out.print(line, markup=False)
     if options["plot_path"] is not None:
         draw_bench(made, options["plot_path"])

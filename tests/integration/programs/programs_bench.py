@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from support.bench_runs import left, result_of
+from support.bench_runs import left, result_of, run
 from support.s3 import s3_server
 
-from flashckpt.bench import measure
+from flashckpt.bench import measure, mlperf_run
 from flashckpt.plan.command import plan
 from flashckpt.shm.job_directory import memory_root
 
@@ -197,3 +197,22 @@ def test_store_on_s3_says_what_the_server_ignores_and_leaves_the_bucket_empty(
         client = server.client()
         assert client.list_objects_v2(Bucket=server.bucket).get("KeyCount") == 0
         assert not client.list_multipart_uploads(Bucket=server.bucket).get("Uploads")
+
+
+def test_a_run_by_published_rules_answers_in_goodput_and_claims_no_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mlperf_run.shutil, "which", lambda _: None)
+    words = ["job", "--like", "mlperf", str(tmp_path / "s"), "--scale", "1/16384", "--ranks", "1", "--gpus", "64"]
+    output = run(*words, "--rounds", "2", "--json", str(tmp_path / "x.json")).output
+    made = json.loads((tmp_path / "x.json").read_text())["results"]
+    assert "it is no result of MLPerf" in output
+    assert "Checkpointer('" in output
+    assert "apt-get install fio" in output
+    assert made["subset"] == "subset mode: 1 of 8 ranks"
+    assert made["summary_s"]["checkpoint_read_s"]["n"] == 2
+    answer = made["answer"]
+    assert 0 < answer["goodput"] < 1
+    assert answer["enough_write_bytes_per_s"] > 0
+    assert answer["persist_every"] % answer["snapshot_every"] == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
