@@ -83,7 +83,8 @@ class DlrunAgent(LocalElasticAgent):
         self._zygote, self._options, self._outcome = zygote, options, outcome
         limit = spec.max_restarts if options.restarts_chosen else None
         self._budget = Budget(limit, refill_steps=options.refill_steps)
-        self._starts = self._back = 0
+        self._starts = 0
+        self._back = self._leave_out = 0
         self._failures = 0
         self._rendezvous_s = 0.0
         self._checked = False
@@ -248,7 +249,7 @@ class DlrunAgent(LocalElasticAgent):
             self._incidents.leaves(hang_states(self._watch, context.pids(), self._beats(rows), _LEAVE_S), rows)
             self._incidents.send(others, restarts=True, decision="")
         self._starts += 1
-        self._back = 0
+        self._back = self._leave_out = 0
         self._restart_judged(group, others)
         if others is not None and (why := findings.why_left(others.store, self._stores.lost_since_the_round_before())):
             _log.error("%s", why)
@@ -329,6 +330,7 @@ class DlrunAgent(LocalElasticAgent):
             job=self._options.job,
             watch=self._watch,
             back=self._back,
+            leave_out=self._leave_out,
         )
         context = make_context(
             start,
@@ -395,7 +397,7 @@ class DlrunAgent(LocalElasticAgent):
         self._remaining_restarts = self._budget.left
         self._failures += 1
         self._starts += 1
-        self._back = decided.back
+        self._back, self._leave_out = decided.back, decided.leave_out
         time.sleep(decided.pause_s)  # a stop signal ends it, as it ends a rendezvous
         self._restart_judged(group, others)
         if others is not None:

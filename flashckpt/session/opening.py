@@ -116,6 +116,10 @@ class Opening:
         begin = coordinator.begin_fresh if self.begins_fresh else coordinator.run
         outcome = begin(inventories, own=self.memory.segment)
         self.memory.use_new()
+        if outcome.report is not None and (last := max(i.leave_out for i in inventories)) > outcome.report.step:
+            text = samplers.leave_out(self.tracked.objects, outcome.report.step, last)
+            if text and self.tracked.world.rank == 0:
+                _log.warning("%s", text)
         if outcome.report is None and not self.begins_fresh:
             replication.verify(layout.structure)
             self.tracked.nothing_is_given()
