@@ -21,7 +21,7 @@ class HeldSlot(NamedTuple):
         world_size: Ranks of its worker group.
         layout_hash: Of its segment.
         parent: What its generation was restored from.
-        suspect: Whether numbers in it became non-finite.
+        suspect: Above 0 where numbers in it became non-finite; 2: in what no other rank holds.
     """
 
     rank: int
@@ -30,7 +30,7 @@ class HeldSlot(NamedTuple):
     world_size: int
     layout_hash: int
     parent: SnapshotId | None
-    suspect: bool = False
+    suspect: int = 0
 
 
 class Member(NamedTuple):

@@ -332,7 +332,7 @@ class Stager:
         snapshot.suspects, snapshot.nonfinite = manifest.suspects, self._numbers.report()
         encoded = encode_manifest(manifest, table_bytes=layout.table_bytes)
         snapshot.buffer.close()
-        snapshot.writer.commit(encoded, data_bytes=layout.total, suspect=bool(snapshot.suspects))
+        snapshot.writer.commit(encoded, data_bytes=layout.total, suspect=bool(snapshot.suspects) + self._numbers.is_own)
         snapshot.done_s = time.perf_counter()
 
     def _end(self, snapshot: Snapshot, cpu_s: float) -> None:

@@ -341,11 +341,15 @@ class NumbersWatch:
     Args:
         by_design: Tensors that were not finite in the restored snapshot, and not suspect; None where nothing is known:
             then the first snapshot says it.
+
+    Attributes:
+        is_own: Some of what is suspect in the last one no other rank holds.
     """
 
     def __init__(self, by_design: Collection[str] | None = None) -> None:
         self._by_design = None if by_design is None else set(by_design)
-        self._unsaid = ""
+        self._unsaid, self.is_own = "", False
+        self._known: Sequence[str] | None = None
 
     def look(self, layout: StateLayout, figures: TensorFigures) -> TensorFigures:
         """Return the figures of a snapshot with what is suspect in them."""
@@ -355,8 +359,14 @@ class NumbersWatch:
         names = {table.fqn(row) for row in rows}
         if self._by_design is None:
             self._by_design, self._unsaid = set(names), min(names, default="")
+        if self._known is not None and self._known is not layout.structure.names:  # what is new was never finite
+            self._by_design |= names.difference(self._known)
+        self._known = layout.structure.names
         self._by_design &= names  # one that was finite meanwhile is like any other from now on
-        figures.suspect[[row for row in rows if table.fqn(row) not in self._by_design]] = True
+        bad = [row for row in rows if table.fqn(row) not in self._by_design]
+        figures.suspect[bad] = True
+        sets = layout.structure.sets[layout.row_tensors[bad]].tolist()
+        self.is_own = any(layout.structure.box_sets[number].spread.replicas == 1 for number in sets)
         return figures
 
     def report(self) -> str:

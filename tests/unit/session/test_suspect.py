@@ -27,9 +27,9 @@ class Run:
     def __init__(self, root: Path, step: int | None = None) -> None:
         self.model = torch.nn.Linear(8, 8, bias=False)
         self.model.register_buffer("mask", torch.full((8,), -math.inf))
-        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0, momentum=0.9)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0, momentum=0.9)
         self.ckpt = Checkpointer(str(root), snapshot_every=1, job="t")
-        self.ckpt.track(model=self.model, optimizer=optimizer)
+        self.ckpt.track(model=self.model, optimizer=self.optimizer)
         self.report = self.ckpt.restore() if step is None else self.ckpt.restore(step=step)
 
     def step(self, number: int, value: float) -> None:
@@ -98,6 +98,24 @@ def test_after_a_restore_the_first_bad_snapshot_is_known(tmp_path: Path) -> None
     assert SnapshotId(2, 3) in again.suspects()
     assert SnapshotId(2, 4) not in again.suspects()
     crash(again.ckpt)
+
+
+def test_what_comes_later_and_was_never_finite_is_so_by_design(tmp_path: Path) -> None:
+    """A maximum that begins at -inf, in the state of parameters that are unfrozen in the middle of a run."""
+    run = Run(tmp_path)
+    run.step(1, 1.0)
+    run.step(2, 2.0)
+    state = run.optimizer.state[run.model.weight]
+    state["largest"] = torch.full((8,), -math.inf)
+    run.step(3, 3.0)
+    run.step(4, 4.0)
+    assert run.suspects() == set()
+    state["largest"].fill_(1.0)
+    run.step(5, 5.0)
+    state["largest"].fill_(math.inf)
+    run.step(6, 6.0)
+    assert run.suspects() == {SnapshotId(1, 6)}
+    crash(run.ckpt)
 
 
 def test_what_was_never_finite_stays_unsuspected_over_a_restart(tmp_path: Path) -> None:
