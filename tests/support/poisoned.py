@@ -2,7 +2,8 @@
 
 A fault strikes once, at a step of the unbroken run, and so may be repaired; a fault of the script comes again whatever is
 restored. The script looks at its loss and weights every third step, as loops do that log every few steps: bad states are
-snapshotted meanwhile.
+snapshotted meanwhile. A flipped bit that the script does not notice, and whose numbers stay finite, is in the result: such
+jobs have that fault alone, and are counted as `unseen`.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from typing import Any
 
 from flashckpt.errors import RestartBudgetError
 from support.dlrun import run_dlrun
+from support.nodes import nodes
 
 TRAIN = """
-import json, math, mmap, os, signal, sys, time
+import json, math, mmap, os, signal, sys, threading, time
 from pathlib import Path
 import torch
 import torch.distributed as dist
@@ -31,21 +33,24 @@ rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 if world > 1:
     dist.init_process_group("gloo")
 torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 16))
+dtype = getattr(torch, plan["dtype"])
+model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 16)).to(dtype)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-ckpt = Checkpointer(f"{folder}/root", snapshot_every=1, persist_every=10, keep_last=3)
-ckpt.track(model=model, optimizer=optimizer, rng=True, replicated_over="world" if world > 1 else None)
+ckpt = Checkpointer(f"{folder}/root", snapshot_every=1, persist_every=10, keep_last=3, replicate=plan["replicate"])
+ckpt.track(model=model, optimizer=optimizer, rng=True, replicated_over="world" if world > 1 and not plan["replicate"] else None)
 report = ckpt.restore()
 step = 0 if report is None else report.step
 if rank == 0:
     print("began at", step, flush=True)
 
 
-def flip(number, place):
+def flip(number, place, bit):
+    width = 8 * number.element_size()
     with torch.no_grad():
-        flat = number.view(-1)
-        bits = flat.view(torch.int32)
-        bits[place % len(bits)] ^= 1 << 30
+        bits = number.view(-1).view(getattr(torch, f"int{width}"))
+        sign = 1 << width - 1
+        mask = 1 << (width - 2 if bit is None else bit % width)
+        bits[place % len(bits)] ^= mask - 2 * sign if mask == sign else mask
 
 
 def damage(path, at):
@@ -66,13 +71,16 @@ def damage_slots(newest_only):
 def strike(fault):
     kind, where, place = fault["kind"], fault["where"], fault["place"]
     parameter = list(model.parameters())[place % 4]
-    if kind in ("nan", "flip"):
+    if kind in ("stop", "spin"):
+        while True:
+            os.kill(os.getpid(), signal.SIGSTOP if kind == "stop" else 0)
+    if kind in ("nan", "flip", "bit"):
         target = parameter if where == "parameter" else optimizer.state[parameter][where]
         if kind == "nan":
             with torch.no_grad():
                 target.view(-1)[place % target.numel()] = math.nan
         else:
-            flip(target.detach(), place)
+            flip(target.detach(), place, fault["bit"] if kind == "bit" else None)
 
 
 def damaged_and_killed(fault):
@@ -80,6 +88,13 @@ def damaged_and_killed(fault):
     ckpt._session._stager.finish()
     if fault["kind"] == "slot":
         damage_slots(newest_only=True)
+    elif fault["kind"] in ("lost", "replica"):  # what this node held is gone; what the other has of it may be bad, too
+        for path in ckpt._session.directory.segments():
+            path.unlink()
+        if fault["kind"] == "replica":
+            Path(f"{folder}/damage-replicas").touch()
+            while Path(f"{folder}/damage-replicas").exists():
+                time.sleep(0.01)
     else:
         damage_slots(newest_only=False)
         packs = sorted(Path(folder, "root").glob("step-*/*"), key=lambda path: path.parent.name)
@@ -87,6 +102,21 @@ def damaged_and_killed(fault):
         largest = max(newest, key=lambda path: path.stat().st_size)
         damage(largest, fault["place"] % max(1, largest.stat().st_size))
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def watch():  # damages what this node has of the other where that one asks for it
+    while True:
+        time.sleep(0.05)
+        if os.path.exists(f"{folder}/damage-replicas") and (found := ckpt._session.directory.replica_segments()):
+            for path in found:
+                with Segment.attach(path) as segment:
+                    for slot in range(segment.spec.slots):
+                        damage(path, segment.spec.data_at(slot) + 8)
+            Path(f"{folder}/damage-replicas").unlink(missing_ok=True)
+
+
+if plan["replicate"]:
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def struck(fault):
@@ -101,7 +131,7 @@ faults = {fault["step"]: fault for fault in plan["faults"]}
 trace = open(f"{folder}/trace-{rank}", "a", buffering=1)
 while step < plan["steps"]:
     fault = faults.get(step + 1)
-    batch = torch.randn(8, 16)
+    batch = torch.randn(8, 16).to(dtype)
     if fault is not None and fault["kind"] == "batch" and struck(fault):
         batch[fault["place"] % 8] = math.nan
     loss = (model(batch) - batch).pow(2).mean()
@@ -114,13 +144,13 @@ while step < plan["steps"]:
         dist.all_reduce(parameter.grad)
     optimizer.step()
     step += 1
-    if fault is not None and fault["kind"] in ("nan", "flip") and struck(fault):
+    if fault is not None and fault["kind"] in ("nan", "flip", "bit", "stop", "spin") and struck(fault):
         strike(fault)
     ckpt.step(step)
     if step % 10 == 0:
         ckpt.wait()
     print(step, loss.item().hex(), sum(one.double().sum().item() for one in model.parameters()).hex(), file=trace)
-    if fault is not None and fault["kind"] in ("slot", "pack") and struck(fault):
+    if fault is not None and fault["kind"] in ("slot", "pack", "lost", "replica") and struck(fault):
         damaged_and_killed(fault)
 ckpt.wait()
 print("finished", flush=True)
@@ -135,7 +165,11 @@ KINDS = (
     ("slot", ""),
     ("pack", ""),
     ("batch", ""),
+    ("stop", ""),
+    ("spin", ""),
 )
+ON_NODES = (("lost", ""), ("replica", ""), *KINDS[:5], ("stop", ""))
+DTYPES = ("float32", "bfloat16", "float32", "float16", "float64")
 APART = (22, 30)
 """Steps between two faults: more than `--refill-steps`, so that each has the restarts of a fault that comes alone."""
 
@@ -151,20 +185,25 @@ class Outcome:
     code: int
     lives: list[int] = field(default_factory=list)
     problem: str = ""
+    dtype: str = ""
+    nodes: int = 1
+    unseen: bool = False
 
 
-def planned(seed: int, faults: int) -> dict[str, Any]:
+def planned(seed: int, faults: int, *, nodes: int = 1) -> dict[str, Any]:
     """Return the plan of a seed: the faults of one job, or where its script fails whatever is restored."""
-    chosen = random.Random(seed)
-    found, step = [], 11
-    for _ in range(faults):
-        kind, where = chosen.choice(KINDS)
-        found.append(
-            {"step": step + chosen.randrange(4), "kind": kind, "where": where, "place": chosen.randrange(1000)}
-        )
+    chosen = random.Random(f"{seed} {nodes}")
+    kinds = [("bit", where) for where in ("parameter", "exp_avg", "exp_avg_sq")] if seed % 8 == 5 else KINDS
+    found: list[dict[str, Any]] = []
+    step = 11
+    for _ in range(1 if seed % 8 == 5 else faults):
+        kind, where = chosen.choice(ON_NODES if nodes > 1 else kinds)
+        fault = {"step": step + chosen.randrange(4), "kind": kind, "where": where, "place": chosen.randrange(1000)}
+        found.append({**fault, "bit": chosen.randrange(64)})
         step += chosen.randint(*APART)
-    ends = 33 if seed % 8 == 7 else 0
-    return {"steps": step + 10, "faults": [] if ends else found, "ends": ends}
+    ends = 33 if seed % 8 == 7 and nodes == 1 else 0
+    dtype = DTYPES[seed % len(DTYPES)]
+    return {"steps": step + 10, "faults": [] if ends else found, "ends": ends, "dtype": dtype, "replicate": nodes - 1}
 
 
 def traced(folder: Path, rank: int = 0) -> dict[int, list[str]]:
@@ -177,10 +216,13 @@ def run_job(folder: Path, plan: dict[str, Any], ranks: int, *options: str) -> tu
     """Run a job of the plan; return its exit code and output."""
     folder.mkdir(parents=True)
     (folder / "train.py").write_text(TRAIN)
+    if plan["replicate"] and plan["faults"]:
+        return _run_on_nodes(folder, plan)
     return run_dlrun(
         folder,
         "--standalone",
         f"--nproc-per-node={ranks}",
+        "--hang-timeout=10",
         *options,
         folder / "train.py",
         folder,
@@ -189,20 +231,34 @@ def run_job(folder: Path, plan: dict[str, Any], ranks: int, *options: str) -> tu
     )
 
 
-def unbroken(folder: Path, ranks: int, steps: int) -> dict[int, list[str]]:
+def _run_on_nodes(folder: Path, plan: dict[str, Any]) -> tuple[int, str]:
+    """Run it on two nodes that keep replicas of each other, one rank on each; needs root."""
+    with nodes(folder, 2) as them:
+        for node in range(2):
+            words = ("--nproc-per-node=1", "--hang-timeout=30", folder / "train.py", folder, json.dumps(plan))
+            them.start(node, *words, nnodes="2")
+        code = max(them.wait(node, 400) for node in range(2))
+        return code, "".join(them.log(node) for node in range(2))
+
+
+def unbroken(folder: Path, ranks: int, steps: int, dtype: str) -> dict[int, list[str]]:
     """Return the trace of a run of so many steps without faults."""
-    code, output = run_job(folder, {"steps": steps, "faults": [], "ends": 0}, ranks)
+    code, output = run_job(folder, {"steps": steps, "faults": [], "ends": 0, "dtype": dtype, "replicate": 0}, ranks)
     assert code == 0, output
     return traced(folder)
 
 
-def judged(folder: Path, seed: int, *, faults: int, ranks: int, expected: dict[int, list[str]]) -> Outcome:
+def judged(
+    folder: Path, seed: int, *, faults: int, ranks: int, expected: dict[int, list[str]], nodes: int = 1
+) -> Outcome:
     """Run the job of a seed and judge it."""
-    plan = planned(seed, faults)
+    plan = planned(seed, faults, nodes=nodes)
     code, output = run_job(folder, plan, ranks)
     lives = [int(one) for one in re.findall(r"began at (\d+)", output)]
-    outcome = Outcome(seed, ranks, plan["faults"], plan["ends"], code, lives)
+    outcome = Outcome(seed, ranks, plan["faults"], plan["ends"], code, lives, dtype=plan["dtype"], nodes=nodes)
     outcome.problem = _problem(outcome, output, folder, expected, plan["steps"])
+    if outcome.problem.startswith("another") and lives == [0] and [one["kind"] for one in plan["faults"]] == ["bit"]:
+        outcome.unseen, outcome.problem = True, ""
     if outcome.problem:
         (folder / "outcome.json").write_text(json.dumps(asdict(outcome)))
     return outcome
