@@ -35,7 +35,7 @@ if world > 1:
 torch.manual_seed(0)
 dtype = getattr(torch, plan["dtype"])
 model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 16)).to(dtype)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4 if dtype is torch.float16 else 1e-8)
 ckpt = Checkpointer(f"{folder}/root", snapshot_every=1, persist_every=10, keep_last=3, replicate=plan["replicate"])
 ckpt.track(model=model, optimizer=optimizer, rng=True, replicated_over="world" if world > 1 and not plan["replicate"] else None)
 report = ckpt.restore()

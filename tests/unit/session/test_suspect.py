@@ -14,7 +14,7 @@ from support.one_rank import agent_of_the_test, crash, finished, step_kept  # no
 
 from flashckpt import Checkpointer
 from flashckpt.cli.ls import ls
-from flashckpt.cli.status import describe
+from flashckpt.cli.status import describe, status
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.shm.inventory import scan
 
@@ -51,6 +51,7 @@ def test_ls_and_status_show_which_snapshots_are_suspect(tmp_path: Path) -> None:
     run.step(2, NAN)
     assert run.ckpt._session is not None
     assert describe(run.ckpt._session.directory)["suspect"] == [SnapshotId(1, 2)]
+    assert "in memory 2.g1 (suspect)" in CliRunner().invoke(status, []).stdout
     shown = CliRunner().invoke(ls, [str(tmp_path), "--json"])
     rows = {row["step"]: row["suspect"] for row in json.loads(shown.stdout)["checkpoints"]}
     assert rows == {1: False, 2: True}
@@ -128,4 +129,21 @@ def test_what_was_never_finite_stays_unsuspected_over_a_restart(tmp_path: Path) 
     again.step(3, 3.0)
     again.step(4, -math.inf)
     assert again.suspects() == {SnapshotId(2, 4)}
+    crash(again.ckpt)
+
+
+def test_a_number_that_grows_a_thousandfold_is_named_and_prefers_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One bit of an exponent: the tensor stays finite."""
+    run = Run(tmp_path)
+    for step, value in enumerate((1.0, 500.0, 2.0**30, 4.0), 1):
+        run.step(step, value)
+    (said,) = [one.getMessage() for one in caplog.records if "grew from" in one.getMessage()]
+    assert "step 3] the largest number of 'model.weight' grew from 500 to 1.07e+09" in said
+    assert run.suspects() == set()
+    crash(run.ckpt)
+    again = Run(tmp_path)
+    assert again.report is not None
+    assert again.report.step == 4
     crash(again.ckpt)
