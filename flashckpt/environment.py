@@ -255,7 +255,7 @@ class Environment:
     )
     FLASHCKPT_LEAVE_OUT = _number(
         "rank",
-        "The step up to which samples are left out after a restore, since the job fails there; 0: none.",
+        "Samples up to this step are left out after a restore; 0: none.",
         0,
         0,
         is_given=True,

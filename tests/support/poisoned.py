@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -193,16 +194,21 @@ class Outcome:
 def planned(seed: int, faults: int, *, nodes: int = 1) -> dict[str, Any]:
     """Return the plan of a seed: the faults of one job, or where its script fails whatever is restored."""
     chosen = random.Random(f"{seed} {nodes}")
-    kinds = [("bit", where) for where in ("parameter", "exp_avg", "exp_avg_sq")] if seed % 8 == 5 else KINDS
+    kinds: Sequence[tuple[str, str]] = (
+        [("bit", where) for where in ("parameter", "exp_avg", "exp_avg_sq")] if seed % 8 == 5 else KINDS
+    )
+    dtype = DTYPES[seed % len(DTYPES)]
+    kinds = [
+        one for one in (ON_NODES if nodes > 1 else kinds) if dtype != "float16" or one[0] != "flip"
+    ]  # finite there
     found: list[dict[str, Any]] = []
     step = 11
     for _ in range(1 if seed % 8 == 5 else faults):
-        kind, where = chosen.choice(ON_NODES if nodes > 1 else kinds)
+        kind, where = chosen.choice(kinds)
         fault = {"step": step + chosen.randrange(4), "kind": kind, "where": where, "place": chosen.randrange(1000)}
         found.append({**fault, "bit": chosen.randrange(64)})
         step += chosen.randint(*APART)
     ends = 33 if seed % 8 == 7 and nodes == 1 else 0
-    dtype = DTYPES[seed % len(DTYPES)]
     return {"steps": step + 10, "faults": [] if ends else found, "ends": ends, "dtype": dtype, "replicate": nodes - 1}
 
 
