@@ -41,9 +41,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0:20", metavar="FROM:TO")
     parser.add_argument("--faults", type=int, default=8, help="in each job")
-    parser.add_argument(
-        "--nodes", type=int, default=1, choices=(1, 2), help="2: two that keep replicas of each other (root)"
-    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     first, end = map(int, args.seeds.split(":"))
@@ -53,15 +50,15 @@ def main() -> int:
         tempfile.TemporaryDirectory(dir="/dev/shm", ignore_cleanup_errors=True) as memory,
     ):
         os.environ["FLASHCKPT_SHM_DIR"] = memory
-        longest = max(planned(seed, args.faults, nodes=args.nodes)["steps"] for seed in range(first, end))
+        longest = max(planned(seed, args.faults)["steps"] for seed in range(first, end))
         expected = {}
         for seed in range(first, end):
-            ranks = args.nodes if args.nodes > 1 else 2 if seed % 8 == 3 else 1
-            kind = ranks, planned(seed, args.faults, nodes=args.nodes)["dtype"]
+            ranks = 2 if seed % 8 == 3 else 1
+            kind = ranks, planned(seed, args.faults)["dtype"]
             if kind not in expected:
                 expected[kind] = unbroken(Path(scratch, "unbroken-{}-{}".format(*kind)), ranks, longest, kind[1])
             folder = Path(scratch, str(seed))
-            one = judged(folder, seed, faults=args.faults, ranks=ranks, expected=expected[kind], nodes=args.nodes)
+            one = judged(folder, seed, faults=args.faults, ranks=ranks, expected=expected[kind])
             outcomes.append(one)
             print(
                 f"seed {seed}: {one.problem or ('unseen' if one.unseen else 'right')}; {len(one.faults)} faults, lives from {one.lives}",

@@ -18,10 +18,9 @@ from typing import Any
 
 from flashckpt.errors import RestartBudgetError
 from support.dlrun import run_dlrun
-from support.nodes import nodes
 
 TRAIN = """
-import json, math, mmap, os, signal, sys, threading, time
+import contextlib, json, math, os, signal, sys, time
 from pathlib import Path
 import torch
 import torch.distributed as dist
@@ -37,8 +36,8 @@ torch.manual_seed(0)
 dtype = getattr(torch, plan["dtype"])
 model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 16)).to(dtype)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4 if dtype is torch.float16 else 1e-8)
-ckpt = Checkpointer(f"{folder}/root", snapshot_every=1, persist_every=10, keep_last=3, replicate=plan["replicate"])
-ckpt.track(model=model, optimizer=optimizer, rng=True, replicated_over="world" if world > 1 and not plan["replicate"] else None)
+ckpt = Checkpointer(f"{folder}/root", snapshot_every=1, persist_every=10, keep_last=3)
+ckpt.track(model=model, optimizer=optimizer, rng=True, replicated_over="world" if world > 1 else None)
 report = ckpt.restore()
 step = 0 if report is None else report.step
 if rank == 0:
@@ -65,7 +64,7 @@ def damage(path, at):
 def damage_slots(newest_only):
     found = sorted(scan(ckpt._session.directory).slots, key=lambda one: one.header.step)
     for slot in [one for one in found if one.header.is_complete][-1 if newest_only else 0 :]:
-        with Segment.attach(slot.path) as segment:
+        with contextlib.closing(Segment.attach(slot.path)) as segment:
             damage(slot.path, segment.spec.data_at(slot.slot) + 8)
 
 
@@ -89,13 +88,6 @@ def damaged_and_killed(fault):
     ckpt._session._stager.finish()
     if fault["kind"] == "slot":
         damage_slots(newest_only=True)
-    elif fault["kind"] in ("lost", "replica"):  # what this node held is gone; what the other has of it may be bad, too
-        for path in ckpt._session.directory.segments():
-            path.unlink()
-        if fault["kind"] == "replica":
-            Path(f"{folder}/damage-replicas").touch()
-            while Path(f"{folder}/damage-replicas").exists():
-                time.sleep(0.01)
     else:
         damage_slots(newest_only=False)
         packs = sorted(Path(folder, "root").glob("step-*/*"), key=lambda path: path.parent.name)
@@ -103,21 +95,6 @@ def damaged_and_killed(fault):
         largest = max(newest, key=lambda path: path.stat().st_size)
         damage(largest, fault["place"] % max(1, largest.stat().st_size))
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def watch():  # damages what this node has of the other where that one asks for it
-    while True:
-        time.sleep(0.05)
-        if os.path.exists(f"{folder}/damage-replicas") and (found := ckpt._session.directory.replica_segments()):
-            for path in found:
-                with Segment.attach(path) as segment:
-                    for slot in range(segment.spec.slots):
-                        damage(path, segment.spec.data_at(slot) + 8)
-            Path(f"{folder}/damage-replicas").unlink(missing_ok=True)
-
-
-if plan["replicate"]:
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def struck(fault):
@@ -151,7 +128,7 @@ while step < plan["steps"]:
     if step % 10 == 0:
         ckpt.wait()
     print(step, loss.item().hex(), sum(one.double().sum().item() for one in model.parameters()).hex(), file=trace)
-    if fault is not None and fault["kind"] in ("slot", "pack", "lost", "replica") and struck(fault):
+    if fault is not None and fault["kind"] in ("slot", "pack") and struck(fault):
         damaged_and_killed(fault)
 ckpt.wait()
 print("finished", flush=True)
@@ -169,7 +146,6 @@ KINDS = (
     ("stop", ""),
     ("spin", ""),
 )
-ON_NODES = (("lost", ""), ("replica", ""), *KINDS[:5], ("stop", ""))
 DTYPES = ("float32", "bfloat16", "float32", "float16", "float64")
 APART = (22, 30)
 """Steps between two faults: more than `--refill-steps`, so that each has the restarts of a fault that comes alone."""
@@ -187,20 +163,17 @@ class Outcome:
     lives: list[int] = field(default_factory=list)
     problem: str = ""
     dtype: str = ""
-    nodes: int = 1
     unseen: bool = False
 
 
-def planned(seed: int, faults: int, *, nodes: int = 1) -> dict[str, Any]:
+def planned(seed: int, faults: int) -> dict[str, Any]:
     """Return the plan of a seed: the faults of one job, or where its script fails whatever is restored."""
-    chosen = random.Random(f"{seed} {nodes}")
+    chosen = random.Random(seed)
     kinds: Sequence[tuple[str, str]] = (
         [("bit", where) for where in ("parameter", "exp_avg", "exp_avg_sq")] if seed % 8 == 5 else KINDS
     )
     dtype = DTYPES[seed % len(DTYPES)]
-    kinds = [
-        one for one in (ON_NODES if nodes > 1 else kinds) if dtype != "float16" or one[0] != "flip"
-    ]  # finite there
+    kinds = [one for one in kinds if dtype != "float16" or one[0] != "flip"]  # finite there
     found: list[dict[str, Any]] = []
     step = 11
     for _ in range(1 if seed % 8 == 5 else faults):
@@ -208,8 +181,13 @@ def planned(seed: int, faults: int, *, nodes: int = 1) -> dict[str, Any]:
         fault = {"step": step + chosen.randrange(4), "kind": kind, "where": where, "place": chosen.randrange(1000)}
         found.append({**fault, "bit": chosen.randrange(64)})
         step += chosen.randint(*APART)
-    ends = 33 if seed % 8 == 7 and nodes == 1 else 0
-    return {"steps": step + 10, "faults": [] if ends else found, "ends": ends, "dtype": dtype, "replicate": nodes - 1}
+    ends = 33 if seed % 8 == 7 else 0
+    return {
+        "steps": step + 10,
+        "faults": [] if ends else found,
+        "ends": ends,
+        "dtype": dtype,
+    }
 
 
 def traced(folder: Path, rank: int = 0) -> dict[int, list[str]]:
@@ -222,8 +200,6 @@ def run_job(folder: Path, plan: dict[str, Any], ranks: int, *options: str) -> tu
     """Run a job of the plan; return its exit code and output."""
     folder.mkdir(parents=True)
     (folder / "train.py").write_text(TRAIN)
-    if plan["replicate"] and plan["faults"]:
-        return _run_on_nodes(folder, plan)
     return run_dlrun(
         folder,
         "--standalone",
@@ -237,31 +213,20 @@ def run_job(folder: Path, plan: dict[str, Any], ranks: int, *options: str) -> tu
     )
 
 
-def _run_on_nodes(folder: Path, plan: dict[str, Any]) -> tuple[int, str]:
-    """Run it on two nodes that keep replicas of each other, one rank on each; needs root."""
-    with nodes(folder, 2) as them:
-        for node in range(2):
-            words = ("--nproc-per-node=1", "--hang-timeout=30", folder / "train.py", folder, json.dumps(plan))
-            them.start(node, *words, nnodes="2")
-        code = max(them.wait(node, 400) for node in range(2))
-        return code, "".join(them.log(node) for node in range(2))
-
-
 def unbroken(folder: Path, ranks: int, steps: int, dtype: str) -> dict[int, list[str]]:
     """Return the trace of a run of so many steps without faults."""
-    code, output = run_job(folder, {"steps": steps, "faults": [], "ends": 0, "dtype": dtype, "replicate": 0}, ranks)
+    plan = {"steps": steps, "faults": [], "ends": 0, "dtype": dtype}
+    code, output = run_job(folder, plan, ranks)
     assert code == 0, output
     return traced(folder)
 
 
-def judged(
-    folder: Path, seed: int, *, faults: int, ranks: int, expected: dict[int, list[str]], nodes: int = 1
-) -> Outcome:
+def judged(folder: Path, seed: int, *, faults: int, ranks: int, expected: dict[int, list[str]]) -> Outcome:
     """Run the job of a seed and judge it."""
-    plan = planned(seed, faults, nodes=nodes)
+    plan = planned(seed, faults)
     code, output = run_job(folder, plan, ranks)
     lives = [int(one) for one in re.findall(r"began at (\d+)", output)]
-    outcome = Outcome(seed, ranks, plan["faults"], plan["ends"], code, lives, dtype=plan["dtype"], nodes=nodes)
+    outcome = Outcome(seed, ranks, plan["faults"], plan["ends"], code, lives, dtype=plan["dtype"])
     outcome.problem = _problem(outcome, output, folder, expected, plan["steps"])
     if outcome.problem.startswith("another") and lives == [0] and [one["kind"] for one in plan["faults"]] == ["bit"]:
         outcome.unseen, outcome.problem = True, ""

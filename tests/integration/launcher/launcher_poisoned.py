@@ -29,7 +29,7 @@ def test_a_job_whose_state_becomes_bad_again_and_again_ends_equal_to_the_unbroke
 
 
 def test_a_fault_of_the_script_ends_the_job_after_the_older_states_were_tried(tmp_path: Path) -> None:
-    plan = {"steps": 45, "faults": [], "ends": 31, "dtype": "float32", "replicate": 0}
+    plan = {"steps": 45, "faults": [], "ends": 31, "dtype": "float32"}
     code, output = run_job(tmp_path / "job", plan, 1, "--escalate=2")
     assert code == RestartBudgetError.exit_code, output
     assert output.count("began at") == 4, output
