@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.planning.inventory import Inventory, host_names, node_names
+from flashckpt.planning.inventory import Inventory, Member, host_names, node_names
 
 
 class OddNode(NamedTuple):
@@ -24,7 +24,7 @@ def odd_node(inventories: Sequence[Inventory]) -> OddNode | None:
     What other ranks hold too does not tell: only one of them writes it into its snapshot.
     """
     homes = {member: i.node for i in inventories for member in i.members}
-    slots = [(homes.get((held.generation, held.rank), ""), held) for i in inventories for held in i.slots]
+    slots = [(homes.get(Member(held.generation, held.rank), ""), held) for i in inventories for held in i.slots]
     bad = [held for _, held in slots if held.suspect]
     if not bad:
         return None
