@@ -24,7 +24,7 @@ from flashckpt.environment import env
 from flashckpt.errors import FlashckptError
 from flashckpt.logs import guarded, notice
 from flashckpt.native import IMPLEMENTATIONS, implementation
-from flashckpt.planning.inventory import Inventory, is_restart, local_world
+from flashckpt.planning.inventory import Inventory, local_world
 from flashckpt.planning.odd_node import odd_node
 from flashckpt.plugin import ReplicaPlan
 from flashckpt.restore.absent_state import recorded_beside
@@ -117,11 +117,11 @@ class Opening:
         begin = coordinator.begin_fresh if self.begins_fresh else coordinator.run
         outcome = begin(inventories, own=self.memory.segment)
         self.memory.use_new()
-        if outcome.report is not None and (last := max(i.leave_out for i in inventories)) > outcome.report.step:
+        if outcome.report is not None and (last := max([i.leave_out for i in inventories])) > outcome.report.step:
             text = samplers.leave_out(self.tracked.objects, outcome.report.step, last)
             if text and self.tracked.world.rank == 0:
                 _log.warning("%s", text)
-        if is_restart(inventories):
+        if [held for i in inventories for held in i.slots if held.suspect]:
             self._name_odd_node(inventories)
         if outcome.report is None and not self.begins_fresh:
             replication.verify(layout.structure)

@@ -84,6 +84,7 @@ class Run:
             held = np.frombuffer(snapshot.buffer.array[item.offset : item.offset + item.nbytes].tobytes(), np.float32)
             if not (held == step).all():
                 self.wrong.append(f"step {step:.0f}: {item.fqn} holds {sorted(set(held.tolist()))[:3]}")
+        assert snapshot.figures is not None
         figures = figures_of_rows(plan.layout.table, snapshot.figures)  # the host digests what arrived, and notes them
         if not (figures.largest == step).all():
             self.wrong.append(f"step {step:.0f}: figures of {sorted(set(figures.largest.tolist()))[:3]}")
