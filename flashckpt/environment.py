@@ -253,6 +253,13 @@ class Environment:
     FLASHCKPT_BACK = _number(
         "rank", "How far back a restore goes after the same failure; 0: to the newest state.", 0, 0, is_given=True
     )
+    FLASHCKPT_LEAVE_OUT = _number(
+        "rank",
+        "Samples up to this step are left out after a restore; 0: none.",
+        0,
+        0,
+        is_given=True,
+    )
     FLASHCKPT_STACKS_FILE = _text("rank", "File for the stacks of its threads where the ranks hang.", is_given=True)
 
     RANK = _number("rank trainer", "This process among those of the job.", 0, 0, is_given=True)

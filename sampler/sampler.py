@@ -201,7 +201,7 @@ class ElasticSampler(Place):
         count = self._size_of_step(samples)
         if self.cursor.tail in {"short", "drop"} and samples is not None and samples > left:
             raise errors.too_many(samples, left, f"left of epoch {self.epoch}")
-        target = self.cursor.skips.advance(self.position, count if self.cursor.tail == "span" else min(count, left))
+        target = self.cursor.after_step(self.position, count)
         self._iterations.check(target, count, self)
         epoch, latest = self.epoch, self._iterations.latest
         self.cursor.settle(self._iterations.behind_dropped(target))
@@ -302,6 +302,21 @@ class ElasticSampler(Place):
         self._iterations.forget()  # as for another batch size
         self.cursor.skips.add(first, last)
         self.cursor.settle(self.position)
+
+    def leave_out(self, done: int, last: int) -> int:
+        """Skip the samples of the steps behind `done`, whose state was restored, up to `last`; return how many they are.
+
+        Raises:
+            SamplerStateError: how many samples a step trains is not known, or an iterator is running.
+        """
+        self._size_of_step(None)
+        first = end = self.position
+        for _ in range(last - done if self.cursor.sizes else 0):
+            end = self.cursor.settled(self.cursor.after_step(end, self.cursor.sizes.at(end)))  # type: ignore[union-attr]
+        samples = self.cursor.skips.count(first, end)
+        if samples:
+            self.skip(first, end)
+        return samples
 
     def set_weights(self, weights: Mapping[str, int], *, start: int | None = None) -> None:
         """Change the weights of a mixture from stream position `start` (default: the committed one).

@@ -41,7 +41,7 @@ from flashckpt.daemon.launcher.failure import FailureReport, is_of_stop, is_wron
 from flashckpt.daemon.launcher.hang import Pace
 from flashckpt.daemon.launcher.incidents import Incidents
 from flashckpt.daemon.launcher.node_check import Check
-from flashckpt.daemon.launcher.options import AgentOptions, LaunchOutcome, RefusedError
+from flashckpt.daemon.launcher.options import AgentOptions, LaunchOutcome, NodeCheckError, RefusedError
 from flashckpt.daemon.launcher.rendezvous import OneNode
 from flashckpt.daemon.launcher.reporting import FailureReporter, hang_states
 from flashckpt.daemon.launcher.rounds import FreshStoreRendezvous
@@ -60,6 +60,7 @@ _TICK_S = 0.2
 _SIGNAL_S = 1.0  # within it the other processes of a job have the signal that one has
 _LEAVE_S = 0.2  # for the stacks of ranks that are restarted with other nodes
 _CAUSE_S = 8.0  # longer than a silent node counts as alive under the default settings
+_BAD_STEPS = 2  # in which one node alone had bad numbers: it is named
 _ON_LOOPBACK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -83,7 +84,9 @@ class DlrunAgent(LocalElasticAgent):
         self._zygote, self._options, self._outcome = zygote, options, outcome
         limit = spec.max_restarts if options.restarts_chosen else None
         self._budget = Budget(limit, refill_steps=options.refill_steps)
-        self._starts = self._back = 0
+        self._starts = 0
+        self._back = self._leave_out = 0
+        self._bad_steps: list[int] = []
         self._failures = 0
         self._rendezvous_s = 0.0
         self._checked = False
@@ -184,6 +187,7 @@ class DlrunAgent(LocalElasticAgent):
     def _tick(self, context: PContext) -> RunResult | None:
         """Do what is due several times a second; returns a result if the ranks hang."""
         self._watch.tick()
+        self._leave_if_bad()
         self._incidents.tick(self._others(self._worker_group))
         if isinstance(context, WorkerContext):
             self._watch.reap({*context.pids().values(), *self._zygote.pids})
@@ -206,6 +210,24 @@ class DlrunAgent(LocalElasticAgent):
         if self._stop.is_under_way or not hang.is_hanging(rows, time.monotonic_ns(), limit_s):
             return None
         return self._end_hang(context, rows, hang.Stall(what="", limit_s=limit_s))
+
+    def _leave_if_bad(self) -> None:
+        """Name this node once numbers became bad on it alone again and again, and leave the job where a spare waits.
+
+        Raises:
+            NodeCheckError: a spare takes the place of this node.
+        """
+        steps = agent_folder.bad_numbers(self._watch.agent_dir)
+        if len(steps) < _BAD_STEPS:
+            return
+        what = f"numbers became NaN or infinite on {socket.gethostname()} alone, in steps {', '.join(map(str, steps))}"
+        if self._stores.has_spare():
+            raise NodeCheckError(
+                f"this node is left out: {what}", state="A spare takes its place.", remedy="test its hardware"
+            )
+        if steps != self._bad_steps:
+            _log.error("%s: test its hardware; it stays until a spare waits", what)
+        self._bad_steps = steps
 
     def _stall(self, rows: Sequence[ControlRow]) -> hang.Stall | None:
         """Return what makes no progress, although no step is due. Where no state would be kept, only a young job is ended for it."""
@@ -248,7 +270,7 @@ class DlrunAgent(LocalElasticAgent):
             self._incidents.leaves(hang_states(self._watch, context.pids(), self._beats(rows), _LEAVE_S), rows)
             self._incidents.send(others, restarts=True, decision="")
         self._starts += 1
-        self._back = 0
+        self._back = self._leave_out = 0
         self._restart_judged(group, others)
         if others is not None and (why := findings.why_left(others.store, self._stores.lost_since_the_round_before())):
             _log.error("%s", why)
@@ -329,6 +351,7 @@ class DlrunAgent(LocalElasticAgent):
             job=self._options.job,
             watch=self._watch,
             back=self._back,
+            leave_out=self._leave_out,
         )
         context = make_context(
             start,
@@ -395,7 +418,7 @@ class DlrunAgent(LocalElasticAgent):
         self._remaining_restarts = self._budget.left
         self._failures += 1
         self._starts += 1
-        self._back = decided.back
+        self._back, self._leave_out = decided.back, decided.leave_out
         time.sleep(decided.pause_s)  # a stop signal ends it, as it ends a rendezvous
         self._restart_judged(group, others)
         if others is not None:

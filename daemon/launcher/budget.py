@@ -20,7 +20,7 @@ LONGEST_PAUSE_S = 15.0
 class RestartDecision:
     """Whether to restart, `pause_s` from now; `reason` is for the user, `repeats` says that the script keeps failing at one step.
 
-    `back` above 0: from a state older than the one before, from 2 on from a checkpoint.
+    `back` above 0: from a state older than the one before, from 2 on from a checkpoint, without the samples up to step `leave_out`.
     """
 
     restart: bool
@@ -28,6 +28,7 @@ class RestartDecision:
     repeats: bool = False
     pause_s: float = 0.0
     back: int = 0
+    leave_out: int = 0
 
 
 class Budget:
@@ -92,7 +93,10 @@ class Budget:
             return None
         self._back[fingerprint, step] = taken + 1
         why = f"the same failure at step {step} again: the state may be bad, so restarting from one state further back"
-        return RestartDecision(restart=True, back=taken + 1, reason=f"{why} ({taken + 1} of {limit}, --escalate)")
+        leave_out = step + 1 if taken else 0  # the same samples once more: it may have been the machine
+        without = ", and the samples since then left out where a tracked sampler can do so" if leave_out else ""
+        reason = f"{why}{without} ({taken + 1} of {limit}, --escalate)"
+        return RestartDecision(restart=True, back=taken + 1, leave_out=leave_out, reason=reason)
 
     def _tried(self, this: tuple[str, int]) -> str:
         count = self._back.get(this, 0)

@@ -322,13 +322,17 @@ class WorkerContext(PContext):
 
 @dataclass(frozen=True, kw_only=True)
 class GroupStart:
-    """One start of the worker group on this node: how many starts and failures came before it, how far back it goes."""
+    """One start of the worker group on this node: how many starts and failures came before it, how far back it goes.
+
+    `leave_out`: the step up to which samples are left out.
+    """
 
     number: int
     failures: int
     job: str
     watch: JobWatch
     back: int = 0
+    leave_out: int = 0
 
     def environment(self, local_rank: int) -> dict[str, str]:
         """Return what dlrun adds to torchrun's environment of a worker."""
@@ -337,6 +341,7 @@ class GroupStart:
             "FLASHCKPT_AGENT_DIR": str(self.watch.agent_dir),
             "FLASHCKPT_RESTART": str(self.number),
             "FLASHCKPT_BACK": str(self.back),
+            "FLASHCKPT_LEAVE_OUT": str(self.leave_out),
             "FLASHCKPT_STACKS_FILE": str(self.watch.stacks_file(local_rank)),
         }
         return {**extra, "FLASHCKPT_JOB_ID": self.job} if self.job else extra

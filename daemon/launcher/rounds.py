@@ -309,6 +309,13 @@ class FreshStoreRendezvous(rendezvous_store.Forwarding):
         """Return whether the job could run on fewer nodes than in the current round, as far as is known."""
         return self._steps is not None and self._info is not None and self._steps.fitting(self._info.world_size - 1) > 0
 
+    def has_spare(self) -> bool:
+        """Return whether another node waits to take the place of one that leaves."""
+        if not isinstance(inner := self.inner, DynamicRendezvousHandler):
+            return False
+        state = inner._state_holder.state  # noqa: SLF001 -- a copy of what all nodes share
+        return bool(state.wait_list or state.redundancy_list)
+
     def lost_in_this_round(self) -> dict[int, str]:
         """Return the nodes that the current round is known to have lost, group rank -> address."""
         inner = self.inner
@@ -357,10 +364,8 @@ class FreshStoreRendezvous(rendezvous_store.Forwarding):
             self.notes.leave(self.held or staying, _LEAVE_S)
             if ended:
                 return closed
-        if isinstance(self.inner, DynamicRendezvousHandler):
-            state = self.inner._state_holder.state  # noqa: SLF001 -- a copy of what all nodes share
-            if state.wait_list or state.redundancy_list:
-                time.sleep(_LINGER_S)  # the store may end with this process; waiting nodes poll it once a second
+        if self.has_spare():
+            time.sleep(_LINGER_S)  # the store may end with this process; waiting nodes poll it once a second
         return closed
 
 

@@ -37,12 +37,13 @@ def _listed(steps: Sequence[int]) -> str:
 
 
 def _in_memory(job: JobDirectory | None, step: int) -> list[int]:
-    """Return the steps before `step` that this node's memory holds, newest first."""
+    """Return the steps before `step` that this node's memory holds and that are not suspect, newest first."""
     with contextlib.suppress(FlashckptError, OSError):
         record = None if job is None else job.read_generation()
         if job is not None:
             view = scan(job, [record] if record is not None else [])
-            return sorted({one.step for one in view.complete() if one.step < step}, reverse=True)
+            clean = set(view.complete()).difference(view.suspect())
+            return sorted({one.step for one in clean if one.step < step}, reverse=True)
     return []
 
 
@@ -61,22 +62,23 @@ def has_older(job: JobDirectory | None) -> bool:
 
 
 def _older(job: JobDirectory | None, step: int) -> tuple[str, Sequence[int]]:
-    """Return the root, and the steps before `step` that are committed on it, newest first; none where it does not answer in time."""
+    """Return the root, and the steps before `step` that are committed on it and not suspect, newest first; none where it does not answer in time."""
     config = None
     with contextlib.suppress(FlashckptError, OSError):
         config = None if job is None else job.read_config()
     if config is None:
         return "", []
-    return config.root, sorted((one for one in steps_on_root(config, _LIMIT_S) if one < step), reverse=True)
+    clean = steps_on_root(config, _LIMIT_S, is_clean=True)
+    return config.root, sorted((one for one in clean if one < step), reverse=True)
 
 
-def steps_on_root(config: JobConfig, limit_s: float) -> set[int]:
-    """Return the steps that are committed on a root; none where it does not answer within `limit_s` seconds."""
+def steps_on_root(config: JobConfig, limit_s: float, *, is_clean: bool = False) -> set[int]:
+    """Return the steps that are committed on a root, or of those the ones that are not suspect; none where it does not answer within `limit_s` seconds."""
     found: set[int] = set()
 
     def look() -> None:
         with contextlib.suppress(Exception), open_root(config.root, config.storage_options) as store:
-            found.update([info.step for info in list_checkpoints(store)])
+            found.update([info.step for info in list_checkpoints(store) if not (is_clean and info.suspects)])
 
     thread = threading.Thread(target=look, name="flashckpt-look", daemon=True)
     thread.start()

@@ -74,7 +74,9 @@ class _Difference:
         if numbers[0] is not None and numbers[1] is not None:
             with np.errstate(invalid="ignore", over="ignore"):
                 apart = np.abs(numbers[0][unequal] - numbers[1][unequal])
-                self.largest = max(self.largest, float(np.nanmax(apart, initial=0.0)))
+                self.largest = max(
+                    self.largest, float(np.nan_to_num(apart, nan=np.inf, posinf=np.inf).max(initial=0.0))
+                )
 
 
 def _tensors(a: StorageSource, b: StorageSource, names: Sequence[str]) -> list[dict[str, Any]]:
@@ -102,7 +104,7 @@ def _document(fqn: str, found: _Difference) -> dict[str, Any]:
         "kind": [found.kind],
         "differing": found.differing,
         "elements": found.elements,
-        "max_abs": found.largest,
+        "max_abs": found.largest if np.isfinite(found.largest) else None,
     }
 
 

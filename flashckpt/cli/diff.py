@@ -59,7 +59,8 @@ def _table(document: dict[str, Any]) -> Group:
         if one["differing"] is None:
             tensors.add_row(one["fqn"], "", "", "", " / ".join(one["kind"]))
         else:
-            tensors.add_row(one["fqn"], str(one["differing"]), str(one["elements"]), f"{one['max_abs']:.3g}", "")
+            apart = "not finite" if one["max_abs"] is None else f"{one['max_abs']:.3g}"
+            tensors.add_row(one["fqn"], str(one["differing"]), str(one["elements"]), apart, "")
     values = new_table("VALUE", "FIRST", "SECOND")
     for key, (x, y) in document["values"].items():
         for name, left, right in differences(key, x, y):

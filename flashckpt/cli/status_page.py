@@ -47,7 +47,7 @@ def _block(one: Job, copied_by: str) -> Iterator[str]:
     share = "" if one["goodput"] is None else f"   goodput {one['goodput']:.1%}"
     restarts = f"restarts {one['rank_failures']}{share}"
     yield f"          {step}   generation {one['generation'] or '?'}   {human_bytes(one['nbytes'])}   {restarts}"
-    yield f"          in memory {_known(one['snapshot'])}   on storage {_known(one['committed'])}{_cost(one)}"
+    yield f"          in memory {_known(one['snapshot'])}{' (suspect)' * (one['snapshot'] in one['suspect'])}   on storage {_known(one['committed'])}{_cost(one)}"
     if one["replicas"]:
         yield f"          replicas: {in_words(one['replicas'])}"
     for remark in remarks(one, copied_by):

@@ -52,7 +52,7 @@ class SlotRecord:
         world_size: Ranks of its worker group.
         layout_hash: Of its segment.
         parent: What its generation was restored from.
-        suspect: Whether numbers in it became non-finite.
+        suspect: Above 0 where numbers in it became non-finite.
     """
 
     rank: int
@@ -62,7 +62,7 @@ class SlotRecord:
     world_size: int
     layout_hash: int = 0
     parent: SnapshotId | None = None
-    suspect: bool = False
+    suspect: int = 0
 
     @property
     def identity(self) -> SnapshotId:

@@ -155,7 +155,7 @@ HEADER_COPY_BYTES = 2048
 _HEADER = struct.Struct("<8sQQqIIiIqqQQQ")
 _MAGIC = b"FCKSLOT1"
 HEADER_BYTES = _HEADER.size + 8  # the checksum follows the fields
-_PERSIST, _HAS_PARENT, _SUSPECT = 1, 2, 4
+_PERSIST, _HAS_PARENT, _SUSPECT, _OWN = 1, 2, 4, 8
 
 
 class SlotState(IntEnum):
@@ -182,7 +182,7 @@ class SlotHeader:
         parent: (generation, step) this generation was restored from.
         manifest_bytes, manifest_digest: Of the manifest area; 0 unless COMPLETE.
         data_bytes: Used bytes of the data area; 0 unless COMPLETE.
-        suspect: Some tensor in it holds numbers that are not finite, and did not before.
+        suspect: Some tensor in it holds numbers that are not finite, and did not before: 1; 2 if no other rank holds it.
     """
 
     sequence: int = 0
@@ -196,7 +196,7 @@ class SlotHeader:
     manifest_bytes: int = 0
     manifest_digest: int = 0
     data_bytes: int = 0
-    suspect: bool = False
+    suspect: int = 0
 
     @property
     def identity(self) -> SnapshotId:
@@ -212,7 +212,7 @@ class SlotHeader:
 def encode_header(h: SlotHeader) -> bytes:
     """Return one header copy, its checksum at the end."""
     flags = (_PERSIST if h.persist else 0) | (_HAS_PARENT if h.parent is not None else 0)
-    flags |= _SUSPECT if h.suspect else 0
+    flags |= (0, _SUSPECT, _SUSPECT | _OWN)[h.suspect]
     parent = h.parent or (0, 0)
     fields = _HEADER.pack(
         _MAGIC, h.sequence, h.generation, h.step, h.state, h.world_size, h.rank, flags, *parent,
@@ -244,7 +244,7 @@ def decode_header(raw: bytes) -> SlotHeader | None:
         manifest_bytes=m_bytes,
         manifest_digest=m_digest,
         data_bytes=data,
-        suspect=bool(flags & _SUSPECT),
+        suspect=bool(flags & _SUSPECT) + bool(flags & _OWN),
     )
 
 

@@ -21,7 +21,7 @@ class HeldSlot(NamedTuple):
         world_size: Ranks of its worker group.
         layout_hash: Of its segment.
         parent: What its generation was restored from.
-        suspect: Whether numbers in it became non-finite.
+        suspect: Above 0 where numbers in it became non-finite; 2: in what no other rank holds.
     """
 
     rank: int
@@ -30,7 +30,7 @@ class HeldSlot(NamedTuple):
     world_size: int
     layout_hash: int
     parent: SnapshotId | None
-    suspect: bool = False
+    suspect: int = 0
 
 
 class Member(NamedTuple):
@@ -59,6 +59,7 @@ class Inventory:
         damage: Why the node's generation record cannot be read; "" if it can.
         back: How far back the agent asks to go after the same failure: 0 to the newest state, from 1 on to one older than
             the last generation began with, from 2 on to a checkpoint.
+        leave_out: The step up to which samples are left out after the restore, since the job fails there again and again; 0: none.
     """
 
     node: str
@@ -73,6 +74,7 @@ class Inventory:
     committed: SnapshotId | None = None
     damage: str = ""
     back: int = 0
+    leave_out: int = 0
 
     def pack(self) -> list[Any]:
         """Return it as msgpack types."""
@@ -88,12 +90,13 @@ class Inventory:
             self.committed,
             self.damage,
             self.back,
+            self.leave_out,
         ]
 
     @classmethod
     def unpack(cls, packed: list[Any], *, with_slots: bool = True) -> Inventory:
         """Return what `pack` packed."""
-        node, slots, generation, restart, need, free, members, host, request, committed, damage, back = packed
+        node, slots, generation, restart, need, free, members, host, request, committed, damage, *far = packed
         return cls(
             node=node,
             slots=tuple(
@@ -108,7 +111,8 @@ class Inventory:
             request=request,
             committed=_snapshot_id(committed),
             damage=damage,
-            back=back,
+            back=far[0],
+            leave_out=far[1],
         )
 
 

@@ -144,7 +144,8 @@ class RestoreCoordinator:
                 if not self._is_explicit:
                     _refuse_emptied_root(self.request, inventories, root)
             search = self._search(inventories, root, own)
-            if search.restored is not None or search.root is None or not self._again(search.root):
+            is_good = search.restored is not None and not search.restored.is_suspect
+            if is_good or search.root is None or not self._again(search.root):
                 return search
 
     def begin_fresh(

@@ -71,6 +71,7 @@ def gather(
         committed=_committed(directory),
         damage=damage,
         back=env.FLASHCKPT_BACK,
+        leave_out=env.FLASHCKPT_LEAVE_OUT,
     )
     found = [mine] if collectives.is_alone() else unpack_all(gathered(mine.pack(), ranks_key()))
     refuse_damage(found, directory.job)

@@ -25,13 +25,14 @@ from flashckpt.errors import FlashckptError
 from flashckpt.logs import guarded, notice
 from flashckpt.native import IMPLEMENTATIONS, implementation
 from flashckpt.planning.inventory import Inventory, local_world
+from flashckpt.planning.odd_node import odd_node
 from flashckpt.plugin import ReplicaPlan
 from flashckpt.restore.absent_state import recorded_beside
 from flashckpt.restore.coordinator import RestoreCoordinator, RestoreOutcome, RestoreRequest
 from flashckpt.shm import capacity
 from flashckpt.shm.ack_relay import AckRelay, RelayStore, RelayThread
 from flashckpt.shm.acks import SnapshotAcks
-from flashckpt.shm.agent_folder import agent_folder, ended_agent, write_job
+from flashckpt.shm.agent_folder import agent_folder, ended_agent, note_bad_numbers, write_job
 from flashckpt.shm.control import RESTORED_FROM, Control, ControlRow
 from flashckpt.shm.job_directory import JobConfig, JobDirectory
 from flashckpt.shm.job_id import earlier_job_id, root_digest
@@ -116,6 +117,12 @@ class Opening:
         begin = coordinator.begin_fresh if self.begins_fresh else coordinator.run
         outcome = begin(inventories, own=self.memory.segment)
         self.memory.use_new()
+        if outcome.report is not None and (last := max([i.leave_out for i in inventories])) > outcome.report.step:
+            text = samplers.leave_out(self.tracked.objects, outcome.report.step, last)
+            if text and self.tracked.world.rank == 0:
+                _log.warning("%s", text)
+        if [held for i in inventories for held in i.slots if held.suspect]:
+            self._name_odd_node(inventories)
         if outcome.report is None and not self.begins_fresh:
             replication.verify(layout.structure)
             self.tracked.nothing_is_given()
@@ -131,6 +138,22 @@ class Opening:
             mates=local_world(inventories, self.tracked.world.rank),
             partnering=self.partnering,
         )
+
+    def _name_odd_node(self, inventories: list[Inventory]) -> None:
+        """Say, and let the agent know, where one node alone had bad numbers; its own agent counts such steps."""
+        rank, agent = self.tracked.world.rank, agent_folder()
+        if (odd := odd_node(inventories)) is None or local_world(inventories, rank)[0] != rank:
+            return
+        step = odd.identity.step
+        if agent is not None:
+            note_bad_numbers(agent, step, is_here=odd.node == inventories[rank].node)
+        if rank == 0:
+            _log.error(
+                "numbers became NaN or infinite on %s alone, in step %d (rank %s)",
+                odd.host,
+                step,
+                str(odd.ranks)[1:-1].rstrip(","),
+            )
 
     def _open_memory(self, coordinator: RestoreCoordinator) -> tuple[StateLayout, list[Inventory]]:
         """Plan, learn what all ranks have and need, then reserve this rank's segment in the background."""

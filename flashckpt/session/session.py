@@ -261,6 +261,12 @@ class Session:
                 f" and {more} more" if (more := len(snapshot.suspects) - 1) else "",
             )  # fmt: skip
         self._is_suspect = bool(snapshot.suspects)
+        if snapshot.grown is not None:
+            self.stats["grown"] += 1
+            _log.warning(
+                "[gen %d | rank %d | step %d] the largest number of %r grew from %.3g to %.3g since the snapshot before: a spike,"
+                " or a bit that flipped; restore(step=N) goes back", snapshot.request.id.generation, rank, step, *snapshot.grown,
+            )  # fmt: skip
 
     def _note_where(self, snapshot: Snapshot) -> None:
         """Count what the training thread copied, and log once that it does."""

@@ -128,6 +128,20 @@ def waited_at(folder: Path) -> float:
         return 0.0
 
 
+def note_bad_numbers(folder: Path, step: int, *, is_here: bool) -> None:
+    """Record that numbers became bad in a step on one node alone: on this one, or on another, which clears this one."""
+    with (folder / "bad-numbers").open("a" if is_here else "w", encoding="utf-8") as file:
+        file.write(f"{step}\n" if is_here else "")
+
+
+def bad_numbers(folder: Path) -> list[int]:
+    """Return the steps, each once, in which numbers became bad on this node alone, if they did so on no other since."""
+    try:
+        return sorted({int(step) for step in (folder / "bad-numbers").read_text(encoding="utf-8").split()})
+    except OSError:
+        return []
+
+
 def note_display(folder: Path) -> None:
     """Record that a rank draws on the terminal: whoever writes there next erases what is below the cursor first."""
     (folder / "display").touch()

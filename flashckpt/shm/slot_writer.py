@@ -37,7 +37,7 @@ class SlotWriter:
         start = spec.data_at(slot)
         self.data = buffer[start : start + spec.data_capacity]
 
-    def commit(self, manifest: bytes, *, data_bytes: int | None = None, suspect: bool = False) -> SlotHeader:
+    def commit(self, manifest: bytes, *, data_bytes: int | None = None, suspect: int = 0) -> SlotHeader:
         """Write the manifest and set the slot COMPLETE: from then on the snapshot exists.
 
         Args:

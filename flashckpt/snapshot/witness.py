@@ -335,17 +335,28 @@ class Sampler:
 #    mask of -inf), and what a restored snapshot says of its tensors counts as their beginning
 
 
+JUMP = 1000.0
+"""From one snapshot to the next the largest number of a tensor of parameters or optimizer state hardly grows by this factor."""
+
+
 class NumbersWatch:
     """Looks at the figures of every snapshot of one run.
 
     Args:
         by_design: Tensors that were not finite in the restored snapshot, and not suspect; None where nothing is known:
             then the first snapshot says it.
+
+    Attributes:
+        is_own: Some of what is suspect in the last one no other rank holds.
+        grown: A tensor whose largest number grew JUMP times since the one before, from what, to what; None else.
     """
 
     def __init__(self, by_design: Collection[str] | None = None) -> None:
         self._by_design = None if by_design is None else set(by_design)
-        self._unsaid = ""
+        self._unsaid, self.is_own = "", False
+        self._known: Sequence[str] | None = None
+        self._before: tuple[StateLayout, npt.NDArray[np.float32]] | None = None
+        self.grown: tuple[str, float, float] | None = None
 
     def look(self, layout: StateLayout, figures: TensorFigures) -> TensorFigures:
         """Return the figures of a snapshot with what is suspect in them."""
@@ -355,9 +366,29 @@ class NumbersWatch:
         names = {table.fqn(row) for row in rows}
         if self._by_design is None:
             self._by_design, self._unsaid = set(names), min(names, default="")
+        if self._known is not None and self._known is not layout.structure.names:  # what is new was never finite
+            self._by_design |= names.difference(self._known)
+        self._known = layout.structure.names
         self._by_design &= names  # one that was finite meanwhile is like any other from now on
-        figures.suspect[[row for row in rows if table.fqn(row) not in self._by_design]] = True
+        bad = [row for row in rows if table.fqn(row) not in self._by_design]
+        figures.suspect[bad] = True
+        sets = layout.structure.sets[layout.row_tensors[bad]].tolist()
+        self.grown = self._find_grown(layout, fenced, figures.largest)
+        self.is_own = any(layout.structure.box_sets[number].spread.replicas == 1 for number in sets)
         return figures
+
+    def _find_grown(
+        self, layout: StateLayout, fenced: npt.NDArray[np.bool_], largest: npt.NDArray[np.float32]
+    ) -> tuple[str, float, float] | None:
+        """A bit that flipped in an exponent shows in the largest number; norms of large tensors are those of samples."""
+        before, self._before = self._before, (layout, largest)
+        if before is None or before[0] is not layout:
+            return None
+        grown = np.flatnonzero(fenced & (before[1] > 0) & np.isfinite(largest) & (largest > JUMP * before[1]))
+        if not grown.size:
+            return None
+        row = int(grown[np.argmax(largest[grown] / before[1][grown])])
+        return layout.table.fqn(row), float(before[1][row]), float(largest[row])
 
     def report(self) -> str:
         """Return, once, the name of a tensor that was not finite in the first snapshot; "" else."""

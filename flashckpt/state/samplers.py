@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Sampler
 
 from flashckpt import collectives
-from flashckpt.errors import ConfigError, LayoutError, SamplerStateError
+from flashckpt.errors import ConfigError, FlashckptError, LayoutError, SamplerStateError
 from flashckpt.logs import guarded
 from flashckpt.state import rng
 from flashckpt.state.placement import dtensor, fsdp_module
@@ -118,6 +118,19 @@ def _placed(thing: Any) -> Any:
         inner = (getattr(part, name, None) for name in ("batch_sampler", "sampler", "order"))
         todo += [one for one in inner if one is not None and len(todo) < _DEPTH]
     return None
+
+
+def leave_out(tracked: Mapping[str, Any], done: int, last: int) -> str:
+    """Leave out the samples of the steps from `done` (restored) to `last`, at which the job fails; return what was done."""
+    found = [f"the samples of steps {done + 1} to {last}, at which the job failed again and again, are left out:"]
+    for name, thing in tracked.items():
+        part = next((part for part in _parts_of(thing) if callable(getattr(part, "leave_out", None))), None)
+        if part is not None:
+            try:
+                found.append(f"{part.leave_out(done, last)} of {name!r}")
+            except FlashckptError as error:
+                found.append(f"none of {name!r} ({error.problem})")
+    return " ".join(found) if found[1:] else ""
 
 
 class Commits:

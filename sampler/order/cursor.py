@@ -88,6 +88,10 @@ class Cursor:
             used = min(used, self.left(start))  # padding is not progress
         return self.skips.advance(start, used)
 
+    def after_step(self, position: int, samples: int) -> int:
+        """Return the position after a step from `position` that trains so many samples."""
+        return self.skips.advance(position, samples if self.tail == "span" else min(samples, self.left(position)))
+
     def settled(self, position: int) -> int:
         """Return `position`, or the next epoch's start if nothing more of its epoch will be handed out."""
         hidden = self.skips.end_of(position)

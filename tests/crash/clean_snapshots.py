@@ -24,7 +24,7 @@ from flashckpt import Checkpointer
 
 
 def trained(case: Case, folder: Path, steps: int) -> tuple[int, int]:
-    """Train in two lives; return how many snapshots there were, and how many were suspect."""
+    """Train in two lives; return how many snapshots there were, and how many were suspect, or named a number that grew."""
     snapshots = suspect = 0
     for life, until in enumerate((steps // 2, steps)):
         torch.manual_seed(0)
@@ -38,7 +38,8 @@ def trained(case: Case, folder: Path, steps: int) -> tuple[int, int]:
             program.train(step)
             step_kept(ckpt, step)
         session._stager.finish()
-        snapshots, suspect = snapshots + int(session.stats["snapshots"]), suspect + int(session.stats["suspect"])
+        alarms = int(session.stats["suspect"] + session.stats["grown"])
+        snapshots, suspect = snapshots + int(session.stats["snapshots"]), suspect + alarms
         crash(ckpt)
     return snapshots, suspect
 

@@ -26,12 +26,14 @@ def table(outcomes: list[Outcome]) -> str:
     """Return how many faults of each kind there were, and how many jobs with one did not do as they should."""
     struck: collections.Counter[str] = collections.Counter()
     wrong: collections.Counter[str] = collections.Counter()
+    unseen: collections.Counter[str] = collections.Counter()
     for outcome in outcomes:
         names = [f"{one['kind']} {one['where']}".strip() for one in outcome.faults] or ["script"]
         struck.update(names)
         wrong.update(set(names) if outcome.problem else ())
-    rows = [f"| {name} | {struck[name]} | {wrong[name]} |" for name in sorted(struck)]
-    return "\n".join(["| fault | struck | jobs with it that were wrong |", "|---|---|---|", *rows])
+        unseen.update(names if outcome.unseen else ())
+    rows = [f"| {name} | {struck[name]} | {unseen[name]} | {wrong[name]} |" for name in sorted(struck)]
+    return "\n".join(["| fault | struck | unseen | jobs with it that were wrong |", "|---|---|---|---|", *rows])
 
 
 def main() -> int:
@@ -52,13 +54,15 @@ def main() -> int:
         expected = {}
         for seed in range(first, end):
             ranks = 2 if seed % 8 == 3 else 1
-            if ranks not in expected:
-                expected[ranks] = unbroken(Path(scratch, f"unbroken-{ranks}"), ranks, longest)
+            kind = ranks, planned(seed, args.faults)["dtype"]
+            if kind not in expected:
+                expected[kind] = unbroken(Path(scratch, "unbroken-{}-{}".format(*kind)), ranks, longest, kind[1])
             folder = Path(scratch, str(seed))
-            one = judged(folder, seed, faults=args.faults, ranks=ranks, expected=expected[ranks])
+            one = judged(folder, seed, faults=args.faults, ranks=ranks, expected=expected[kind])
             outcomes.append(one)
             print(
-                f"seed {seed}: {one.problem or 'right'}; {len(one.faults)} faults, lives from {one.lives}", flush=True
+                f"seed {seed}: {one.problem or ('unseen' if one.unseen else 'right')}; {len(one.faults)} faults, lives from {one.lives}",
+                flush=True,
             )
             if one.problem:
                 print((folder / "output.log").read_text()[-6000:], flush=True)

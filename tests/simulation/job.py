@@ -62,6 +62,7 @@ class Job:
     Attributes:
         nodes: The machines that it may run on; those beyond `wanted` are spare.
         wanted: Nodes that it runs on.
+        poison: Above 0: the next step makes numbers bad.
         ranks: Of the present worker group; empty where none runs.
         story: What happened.
         counts: Numbers of things that happened.
@@ -88,7 +89,7 @@ class Job:
         self.wanted = setup.nodes
         self.ranks: list[Rank] = []
         self.firsts: list[int] = []
-        self.step = 0
+        self.step = self.poison = 0
         self.ask_step: int | None = None
         self._number = 0  # of the present attempt to run
         self._starting = False
@@ -318,7 +319,8 @@ class Job:
         generation = ranks[0].record.number
         before, drawn = ranks[0].chain, [sample for rank in ranks for sample in rank.sampler.next_ids().tolist()]
         chain = hashlib.blake2b(f"{ranks[0].chain} {generation} {step}".encode(), digest_size=12).hexdigest()
-        self.rules.trained_on(before, chain, drawn)
+        self.rules.trained_on(before, chain, drawn, poison=self.poison)
+        self.poison = 0
         for rank in ranks:
             rank.chain = chain
             rank.sampler.commit()

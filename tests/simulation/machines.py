@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flashckpt.core.digest import chunk_digests
+from flashckpt.core.figures import TensorFigures
 from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest import Manifest, encode_manifest
 from flashckpt.core.shard import Shard, place
@@ -364,8 +365,11 @@ class Rank:
         ]
         values = {"step": request.id.step, "chain": self.job.truth_of(request.id), f"rng@rank{self.rank}": b"r"}
         values["data"] = self.data
-        manifest = Manifest.of(request, table=table, digests=np.concatenate(digests), values=values)
-        writer.commit(encode_manifest(manifest), data_bytes=total)
+        figures, is_bad = TensorFigures.unknown(len(table)), self.job.rules.is_bad(request.id, self.rank)
+        figures.suspect[0] = is_bad
+        all_digests = np.concatenate(digests)
+        manifest = Manifest.of(request, table=table, digests=all_digests, values=values, figures=figures)
+        writer.commit(encode_manifest(manifest), data_bytes=total, suspect=2 * is_bad)
         self.acks.publish(self.segments.complete())
         with contextlib.suppress(FileNotFoundError):
             self.node.directory.notify(self.rank)

@@ -46,6 +46,13 @@ MUTANTS = [
            "header = replace(header, sequence=self.header(slot).sequence)\n        self._writing.add"),
     Mutant("a pin is not checked again under its lock", f"{_S}/inventory.py",
            "if taken is not None and taken.header.identity != held.header.identity:", "if False:"),
+    # snapshots with bad numbers
+    Mutant("a suspect snapshot is preferred", f"{_L}/selection.py",
+           "for i in sorted(wanted, key=suspects.__contains__)", "for i in wanted"),
+    Mutant("a suspect checkpoint takes the place of a clean one", f"{_C}/retention.py",
+           "place < last or (not info.suspects and clean <= last)", "place < last"),
+    Mutant("a checkpoint forgets that it is suspect", f"{_C}/catalog.py",
+           "suspects=tuple(i.identity for i in infos if i.suspects)", "suspects=()"),
     # acknowledgements
     Mutant("common: what one rank holds", f"{_S}/acks.py",
            "frozenset(parts[0].common).intersection(*(part.common for part in parts[1:]))",

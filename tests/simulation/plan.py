@@ -54,6 +54,12 @@ def kill_rank_later(job: Job, target: int, value: float) -> None:
         job.ranks[target % len(job.ranks)].process.deadly_in = int(value * 12)
 
 
+def poison(job: Job, target: int, value: float) -> None:
+    """The next step makes numbers NaN, in what some or all ranks hold; the job fails of it some steps later."""
+    job.poison = 1 + target
+    job.later(value * value * 60, partial(kill_rank, job, target, value))
+
+
 def kill_persister(job: Job, target: int, value: float) -> None:
     job.kill(_node(job, target).persister)
 
@@ -259,6 +265,7 @@ def keep_mark(job: Job, target: int, value: float) -> None:
 KINDS: dict[str, Callable[[Job, int, float], None]] = {
     "kill rank": kill_rank,
     "kill rank at a point": kill_rank_later,
+    "poison": poison,
     "kill persister": kill_persister,
     "kill persister at a point": kill_persister_later,
     "stop persister": stop_persister,

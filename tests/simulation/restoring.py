@@ -78,7 +78,7 @@ class Restore:
         try:
             inventories = self._gather()
             refuse_damage(inventories, "job")
-            best = job.rules.best_for({str(rank.node.folder) for rank in self.ranks})
+            best = job.rules.best_for({str(rank.node.folder) for rank in self.ranks}, prefers_clean=True)
             root = None
             if self.step is not None or not memory_is_current(inventories):
                 root = self._ask(inventories)
@@ -88,7 +88,9 @@ class Restore:
                 raise RestoreFailed(f"step {self.step} is no longer there")
             if identity is None and root is not None and root.error:
                 raise RestoreFailed("the root cannot be asked, and memory holds none")
-            if not self._passed_over:
+            if not self._passed_over and not (
+                candidate is not None and candidate.is_suspect and root is not None and root.error
+            ):
                 job.rules.restored(identity, chain, best=best, wanted=self.step)
             record = self._claim(found.next_generation, identity, root)
         except FlashckptError as error:
@@ -129,7 +131,9 @@ class Restore:
         while True:
             found = select(inventories, root or RootSummary(), step=self.step)
             left = [c for c in found.found if (c.identity, c.on_root) not in tried]
-            if root is None and (not left or left[0].is_unfinished or tried or found.is_behind(left[0])):
+            if root is None and (
+                not left or left[0].is_unfinished or left[0].is_suspect or tried or found.is_behind(left[0])
+            ):
                 root = self._ask(inventories)
                 continue
             if not left:

@@ -54,6 +54,7 @@ class Rules:
         self._best: SnapshotId | None = None
         self._drawn: dict[str, list[int]] = {}  # by state: how often each sample was trained
         self.kept: set[SnapshotId] = set()
+        self._bad: dict[str, int] = {}  # states in which numbers are NaN: of all ranks, or of that one alone
         self._buried: set[SnapshotId] = set()  # by the product
 
     # -- lineage ---------------------------------------------------------------------------------------------
@@ -87,8 +88,8 @@ class Rules:
         """Return the newest snapshot that memory or storage can prove, on the line of the newest generation."""
         return self.best_for(self.folders)
 
-    def best_for(self, folders: set[str] | None) -> SnapshotId | None:
-        """Return the newest that can be proved with the memory of some machines alone."""
+    def best_for(self, folders: set[str] | None, *, prefers_clean: bool = False) -> SnapshotId | None:
+        """Return the newest, or the newest clean one, that can be proved with the memory of some machines alone."""
         holders: dict[SnapshotId, set[int]] = defaultdict(set)
         for text, ids in self._held.items():
             if folders is None or text.rpartition("/")[0] in folders:
@@ -96,20 +97,28 @@ class Rules:
                     holders[one].add(int(text.rpartition("/")[2][1:6]))
         found = [one for one, ranks in holders.items() if len(ranks) == self.truth[one][1]]
         bounds = self.line(max(self.parents, default=0), self.parents)
-        return max(
-            (one for one in [*found, *self.committed] if one.step <= bounds.get(one.generation, -1)), default=None
-        )
+        alive = [one for one in [*found, *self.committed] if one.step <= bounds.get(one.generation, -1)]
+        clean = [one for one in alive if not self.is_bad(one)] if prefers_clean else []
+        return max(clean or alive, default=None)
 
     # -- data ------------------------------------------------------------------------------------------------
 
-    def trained_on(self, before: str, chain: str, drawn: list[int]) -> None:
-        """A step turns one state into the next with some samples, those of all ranks."""
+    def trained_on(self, before: str, chain: str, drawn: list[int], *, poison: int) -> None:
+        """A step turns one state into the next with some samples, those of all ranks; `poison` makes it bad for one of them."""
+        if bad := -1 if before in self._bad else poison:
+            self._bad[chain] = bad
         counts = list(self._drawn.get(before, [0] * SAMPLES))
         for sample in drawn:
             counts[sample] += 1
         if len(drawn) != BATCH or max(counts) - min(counts) > 1:
             raise Violation("no sample twice or lost", f"{sorted(drawn)} after {sum(counts) - len(drawn)} samples")
         self._drawn[chain] = counts
+
+    def is_bad(self, identity: SnapshotId, rank: int | None = None) -> bool:
+        """Whether numbers are NaN in a snapshot, or in what one rank holds of it."""
+        chain, world = self.truth[identity]
+        bad = self._bad.get(chain, 0)
+        return bad != 0 if rank is None else bad < 0 or (bad > 0 and bad % world == rank)
 
     # -- memory ----------------------------------------------------------------------------------------------
 
@@ -208,6 +217,8 @@ class Rules:
         alive = sorted((one for one in self._named if one.step <= bounds.get(one.generation, -1)), reverse=True)
         if identity in alive[: max(1, setup.keep_last or len(alive))]:
             raise Violation("nothing that retention protects is deleted", f"{identity}, of {alive[:4]}")
+        if identity in [one for one in alive if not self.is_bad(one)][: max(1, setup.keep_last or len(alive))]:
+            raise Violation("retention keeps the newest clean checkpoints", f"{identity}, of {alive[:4]}")
         if setup.keep_every and identity.step % setup.keep_every == 0 and identity in alive:
             raise Violation("nothing that retention protects is deleted", f"{identity}: keep_every {setup.keep_every}")
         if identity in self.kept:
@@ -250,5 +261,7 @@ class Rules:
             return
         if not self.is_on_line(identity, self.trained):
             raise Violation("nothing that was rolled back is restored", f"{identity}")
-        if best is not None and identity < best:
+        if best is not None and self.is_bad(identity) and not self.is_bad(best):
+            raise Violation("a restore prefers what is clean", f"{identity}, although {best} is there")
+        if best is not None and identity < best and not self.is_bad(best):
             raise Violation("a restore takes the newest", f"{identity}, although {best} is there")

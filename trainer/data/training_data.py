@@ -16,12 +16,11 @@ from flashckpt.trainer.data.windows import Batch, Data
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Read:
-    """A batch that was read: of the global batch `whole`, after the sampler's `state`, up to stream position `end`."""
+    """A batch that was read: of the global batch `whole`, after the sampler's `state`."""
 
     batch: Batch
     whole: npt.NDArray[np.int64]
     state: dict[str, Any]
-    end: int
 
 
 class TrainingData:
@@ -70,10 +69,6 @@ class TrainingData:
         """Return the batch after the committed position; the position moves only when a step commits."""
         return self._next().batch
 
-    def position_after_next(self) -> int:
-        """Return the stream position after the batch that `next()` returns."""
-        return self._next().end
-
     def global_ids(self) -> list[int]:
         """Return the sample numbers of the whole global batch of which `next()` returns this rank's part."""
         return [int(number) for number in self._next().whole]
@@ -121,7 +116,7 @@ class TrainingData:
         # a rank without a sample takes part all the same: every collective needs it
         batch = self.dataset.batch(mine if len(mine) else whole[:1])
         batch = batch.padded(self._rows or len(mine), samples=len(mine))
-        return _Read(batch=batch.pinned() if self._pin else batch, whole=whole, state=state, end=self._reader.position)
+        return _Read(batch=batch.pinned() if self._pin else batch, whole=whole, state=state)
 
     def _forget(self) -> None:
         for one in self._coming:

@@ -189,12 +189,12 @@ class Trainer:
     def _roll_back(self, spike: SpikeError) -> None:
         """Restore the newest snapshot in memory, and skip the samples between it and the spike. Collective."""
         assert self.ckpt is not None
-        budget, stream = self.guard.budget(), self.phase.stream
+        budget = self.guard.budget()
         self.ckpt.close()  # while `spike` is being handled: close() then keeps the snapshots
         self._restore()
         self.guard.keep_budget(budget)
         self._rolled_back_to = self.done
-        skipped = self.data.skip_to(stream, spike.end)
+        skipped = self.data.sampler.leave_out(self.done, spike.step)
         self._open_outputs()
         logger.warning(
             "step %d: rolled back to step %d, %d samples are skipped",
@@ -290,7 +290,7 @@ class Trainer:
             self.hooks.spike(step, totals.loss, totals.norm, self.data.global_ids(), action)
         if action == "rollback":
             self.guard.count_rollback(totals.loss, totals.norm)
-            raise SpikeError(step, self.data.position_after_next())
+            raise SpikeError(step)
         if action == "skip":
             self.guard.skip_spike(totals.loss, totals.norm)
         return action == "warn"

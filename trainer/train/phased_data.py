@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ from flashckpt.sampler import ElasticSampler
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.data.training_data import TrainingData
 from flashckpt.trainer.data.windows import Batch, Data
-from flashckpt.trainer.train.phases import Phase
+from flashckpt.trainer.train.phases import Phase, phase_at
 
 
 class PhasedSampler:
@@ -39,6 +40,19 @@ class PhasedSampler:
     def commit(self, samples: int | None = None) -> None:
         """Move the position behind the samples of a step."""
         self._data.inner.commit(samples)
+
+    def leave_out(self, done: int, last: int) -> int:
+        """See ElasticSampler; an order that has yet to begin will do so behind what is left out of it."""
+        inner, samples = self._data.inner, Counter[int]()
+        for step in range(done + 1, last + 1):
+            phase = phase_at(self._data.phases, step)
+            samples[phase.stream] += phase.config.train.global_batch
+        for stream, count in samples.items():
+            if stream == self._data.phase.stream:
+                inner.skip(inner.position, inner.cursor.after_step(inner.position, count))
+            else:
+                self._data.skipped[stream] = self._data.skipped.get(stream, 0) + count
+        return samples.total()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the phase and the state of its sampler."""
@@ -129,23 +143,9 @@ class PhasedData:
         self._replace(self.phases[number])
         self.inner.load_state_dict(state)
 
-    def skip_to(self, stream: int, end: int) -> int:
-        """Leave out what lies between here and a position; return how many samples of its order that is."""
-        if stream != self.phase.stream:  # restored to before the phase began: it will begin behind them
-            self.skipped[stream] = end
-            return end
-        begin = self.inner.position
-        if begin < end:
-            self.inner.skip(begin, end)
-        return end - begin
-
     def next(self) -> Batch:
         """See TrainingData."""
         return self._data.next()
-
-    def position_after_next(self) -> int:
-        """See TrainingData."""
-        return self._data.position_after_next()
 
     def global_ids(self) -> list[int]:
         """See TrainingData."""

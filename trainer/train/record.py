@@ -65,8 +65,8 @@ class RunRecord:
 
 
 class SpikeError(Exception):
-    """The loss spiked at `step` and the run is to be rolled back; `end` is the stream position after the batch."""
+    """The loss spiked at `step` and the run is to be rolled back."""
 
-    def __init__(self, step: int, end: int) -> None:
+    def __init__(self, step: int) -> None:
         super().__init__(f"loss spike at step {step}")
-        self.step, self.end = step, end
+        self.step = step

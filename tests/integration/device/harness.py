@@ -19,6 +19,7 @@ from support import emulated_device
 from torch import nn
 
 from flashckpt import Checkpointer, accelerator
+from flashckpt.native.numbers import figures_of_rows
 from flashckpt.restore import device_rows
 from flashckpt.restore.device_rows import DeviceRows
 from flashckpt.snapshot import device as device_module
@@ -83,6 +84,10 @@ class Run:
             held = np.frombuffer(snapshot.buffer.array[item.offset : item.offset + item.nbytes].tobytes(), np.float32)
             if not (held == step).all():
                 self.wrong.append(f"step {step:.0f}: {item.fqn} holds {sorted(set(held.tolist()))[:3]}")
+        assert snapshot.figures is not None
+        figures = figures_of_rows(plan.layout.table, snapshot.figures)  # the host digests what arrived, and notes them
+        if not (figures.largest == step).all():
+            self.wrong.append(f"step {step:.0f}: figures of {sorted(set(figures.largest.tolist()))[:3]}")
 
     def given_up(self, snapshot: Snapshot, data: Any) -> None:
         """Show that nothing is on its way into a slot that is given up, or into a block that is free."""

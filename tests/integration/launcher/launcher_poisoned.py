@@ -22,13 +22,14 @@ def test_a_job_whose_state_becomes_bad_again_and_again_ends_equal_to_the_unbroke
     seed: int, tmp_path: Path
 ) -> None:
     ranks = 2 if seed % 8 == 3 else 1
-    expected = unbroken(tmp_path / "unbroken", ranks, planned(seed, FAULTS)["steps"])
+    plan = planned(seed, FAULTS)
+    expected = unbroken(tmp_path / "unbroken", ranks, plan["steps"], plan["dtype"])
     outcome = judged(tmp_path / "job", seed, faults=FAULTS, ranks=ranks, expected=expected)
     assert not outcome.problem, (outcome, (tmp_path / "job" / "output.log").read_text())
 
 
 def test_a_fault_of_the_script_ends_the_job_after_the_older_states_were_tried(tmp_path: Path) -> None:
-    plan = {"steps": 45, "faults": [], "ends": 31}
+    plan = {"steps": 45, "faults": [], "ends": 31, "dtype": "float32"}
     code, output = run_job(tmp_path / "job", plan, 1, "--escalate=2")
     assert code == RestartBudgetError.exit_code, output
     assert output.count("began at") == 4, output

@@ -18,6 +18,7 @@ from support.dlrun import ENGINE, dlrun, first_steps
 from support.nodes import Nodes, nodes
 
 from flashckpt.core.incident import CONTINUE, RESTART, RESTART_WITHOUT, Incident
+from flashckpt.daemon.launcher.options import NodeCheckError
 from flashckpt.errors import RESUME_EXIT_CODE
 from flashckpt.shm.job_directory import memory_root
 
@@ -114,3 +115,61 @@ def test_a_rank_killed_on_another_node_is_named_with_what_all_others_did(tmp_pat
     assert (found.kind, found.node, found.action, found.unheard) == ("failure", 1, RESTART, ())
     assert found.step > 0
     assert sum(one["count"] for one in found.others) == 3
+
+
+SHARDED = """
+import math, os, socket, sys, time
+import torch, torch.distributed as dist
+from pathlib import Path
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from flashckpt import Checkpointer
+
+folder, bad = Path(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Linear(16, 16)
+fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+optimizer = torch.optim.AdamW(model.parameters())
+ckpt = Checkpointer(str(folder / "root"), snapshot_every=1, persist_every=5)
+ckpt.track(model=model, optimizer=optimizer)
+report = ckpt.restore()
+step = 0 if report is None else report.step
+while step < 30:
+    loss = model(torch.ones(2, 16)).pow(2).mean()
+    if not torch.isfinite(loss):
+        raise FloatingPointError(f"the loss of step {step + 1}")
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    step += 1
+    mark = folder / f"struck-{step}"
+    if step in (12, 20) and socket.gethostname() == bad and not mark.exists():
+        mark.touch()
+        with torch.no_grad():
+            model.weight.to_local()[0, 0] = math.nan
+    ckpt.step(step)
+    if step % 5 == 0:
+        ckpt.wait()
+    (folder / f"reached-{step}").touch()
+    while step == 25 and not (folder / "goes-on").exists():
+        time.sleep(0.02)
+        ckpt.heartbeat()
+ckpt.wait()
+"""
+
+
+def test_machine_whose_numbers_become_bad_twice_is_named_and_a_spare_takes_its_place(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SHARDED)
+    with nodes(tmp_path, 3) as them:
+        words = ("--nproc-per-node=1", tmp_path / "train.py", tmp_path, f"{them.prefix}1")
+        for node in (0, 1):
+            them.start(node, *words, nnodes="2")
+        them.until(lambda: "it stays until a spare waits" in them.log(1), "its name")
+        them.start(2, *words, nnodes="2")
+        assert them.wait(1) == NodeCheckError.exit_code, them.log(1)
+        (tmp_path / "goes-on").touch()
+        assert [them.wait(node) for node in (0, 2)] == [0, 0], them.log(0) + them.log(2)
+        logs = [them.log(node) for node in range(3)]
+    assert f"numbers became NaN or infinite on {them.prefix}1 alone, in step 12 (rank " in "".join(logs)
+    assert f"left out: numbers became NaN or infinite on {them.prefix}1 alone, in steps 12, 20" in logs[1]

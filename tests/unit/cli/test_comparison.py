@@ -43,6 +43,13 @@ def test_every_size_of_a_batch_finds_the_same(
         assert found[whole[0]]["max_abs"] > 0
 
 
+def test_a_number_that_became_nan_is_no_small_difference() -> None:
+    found = comparison._Difference("float32 [3]")
+    before, after = (np.array(numbers, "<f4").view(np.uint8) for numbers in ([1, 2, 3], [1.5, np.nan, 3]))
+    found.add(before, after, "float32")
+    assert (found.differing, comparison._document("one", found)["max_abs"]) == (2, None)
+
+
 @pytest.mark.parametrize(("shape", "blocks"), [((), 1), ((0, 3), 0), ((3, 0), 1), ((5,), 1), ((100, 3), 4)])
 def test_blocks_cover_a_tensor_once(shape: tuple[int, ...], blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparison, "BLOCK_BYTES", 300)

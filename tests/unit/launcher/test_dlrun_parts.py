@@ -363,7 +363,8 @@ def test_the_same_failure_goes_back_as_often_as_it_may_and_the_end_says_how_ofte
     for _ in range(2):
         one.spend(fingerprint="ValueError", step=5)
     backs = [one.go_back(fingerprint="ValueError", step=5, limit=2) for _ in range(3)]
-    assert [verdict and (verdict.restart, verdict.back) for verdict in backs] == [(True, 1), (True, 2), None]
+    found = [verdict and (verdict.restart, verdict.back, verdict.leave_out) for verdict in backs]
+    assert found == [(True, 1, 0), (True, 2, 6), None], "the same samples once more, then without those of step 6"
     reasons = [one.spend(fingerprint="ValueError", step=step).reason for step in (5, 6)]
     assert "at step 5 twice, and again from 2 older states" in reasons[0]
     assert one.go_back(fingerprint="ValueError", step=6, limit=2) is not None  # another failure has its own count

@@ -27,13 +27,15 @@ def job(root: Path) -> Any:
 
 @pytest.fixture(autouse=True)
 def nothing_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "scan", lambda *_: SimpleNamespace(complete=list))
+    monkeypatch.setattr(module, "scan", lambda *_: SimpleNamespace(complete=list, suspect=list))
 
 
 def test_what_memory_holds_is_named_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ids = [SnapshotId(1, step) for step in (41, 42, 43)]
-    monkeypatch.setattr(module, "scan", lambda *_: SimpleNamespace(complete=lambda: ids))
-    monkeypatch.setattr(module, "list_checkpoints", lambda _: [SimpleNamespace(step=one) for one in (30, 40)])
+    ids = [SnapshotId(1, step) for step in (39, 41, 42, 43)]  # the first is suspect
+    monkeypatch.setattr(module, "scan", lambda *_: SimpleNamespace(complete=lambda: ids, suspect=lambda: ids[:1]))
+    monkeypatch.setattr(
+        module, "list_checkpoints", lambda _: [SimpleNamespace(step=one, suspects=one == 35) for one in (30, 35, 40)]
+    )
     text = way_back(job(tmp_path), 43)
     assert "memory holds steps 42, 41 and " in text
     assert "(steps 40, 30)" in text
@@ -54,7 +56,7 @@ def test_what_memory_holds_is_named_too(tmp_path: Path, monkeypatch: pytest.Monk
 def test_steps_before_the_failing_one_are_named_newest_first(
     held: Any, step: int, named: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "list_checkpoints", lambda _: [SimpleNamespace(step=one) for one in held])
+    monkeypatch.setattr(module, "list_checkpoints", lambda _: [SimpleNamespace(step=one, suspects=0) for one in held])
     text = way_back(job(tmp_path), step)
     assert text.startswith(FIX)
     if not named:
@@ -78,9 +80,9 @@ def test_an_older_state_is_one_before_what_the_generation_began_with(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "list_checkpoints", lambda _: [SimpleNamespace(step=one) for one in held])
+    monkeypatch.setattr(module, "list_checkpoints", lambda _: [SimpleNamespace(step=one, suspects=0) for one in held])
     ids = [SnapshotId(1, step) for step in in_memory]
-    monkeypatch.setattr(module, "scan", lambda *_: SimpleNamespace(complete=lambda: ids))
+    monkeypatch.setattr(module, "scan", lambda *_: SimpleNamespace(complete=lambda: ids, suspect=lambda: ids[:1]))
     record = Generation(number=2, parent=None if parent is None else SnapshotId(1, parent))
     here = job(tmp_path)
     here.read_generation = lambda: record

@@ -328,6 +328,8 @@ def test_an_inventory_is_what_was_packed() -> None:
         generation=Generation(number=2, parent=SnapshotId(1, 10)),
         members=(Member(2, 0),),
         committed=SnapshotId(1, 5),
+        back=2,
+        leave_out=11,
     )
     assert Inventory.unpack(mine.pack()) == mine
 

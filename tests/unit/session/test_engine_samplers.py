@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from flashckpt import Checkpointer, collectives
 from flashckpt.errors import LayoutError, SamplerStateError
 from flashckpt.sampler import ElasticBatchSampler, ElasticSampler
-from flashckpt.state.samplers import Commits, refuse_gaps
+from flashckpt.state.samplers import Commits, leave_out, refuse_gaps
 
 
 class Stuck(Holder):
@@ -220,3 +220,48 @@ def test_a_place_of_the_process_group_is_taken_where_ddp_says_that_every_rank_is
         return
     with pytest.raises(LayoutError, match="needs its data-parallel rank"):
         sampler.next_ids()
+
+
+@pytest.mark.parametrize("tail", ["span", "short", "pad", "drop"])
+def test_what_is_left_out_are_the_samples_that_so_many_steps_would_train(tail: str) -> None:
+    """Also over the end of an epoch: 10 samples in batches of 4."""
+    for steps in range(1, 7):
+        trained, left = (
+            ElasticSampler(10, dp_rank=0, dp_size=1, shuffle=False, global_batch_size=4, tail=tail) for _ in range(2)
+        )
+        for _ in range(steps):
+            trained.commit()
+        assert left.leave_out(7, 7 + steps) == trained.position
+        assert left.next_ids().tolist()[:1] == trained.next_ids().tolist()[:1]
+
+
+def test_samples_are_left_out_where_a_sampler_can_and_the_others_are_named(tmp_path: Path) -> None:
+    known, unknown = (ElasticSampler(100, dp_rank=0, dp_size=1, global_batch_size=size) for size in (4, None))
+    loader = DataLoader(Numbers(100), batch_sampler=ElasticBatchSampler(known, 4))
+    text = leave_out({"data": loader, "other": unknown, "mine": Stuck(offset=0)}, 10, 13)
+    assert "steps 11 to 13" in text
+    assert "12 of 'data'" in text
+    assert "none of 'other'" in text
+    assert "mine" not in text
+    assert known.state_dict() != unknown.state_dict()
+    assert leave_out({"mine": Stuck(offset=0)}, 10, 13) == ""
+
+
+def test_a_restore_leaves_out_the_samples_up_to_the_step_that_the_agent_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def job() -> tuple[ElasticSampler, Checkpointer]:
+        sampler = ElasticSampler(100, dp_rank=0, dp_size=1, shuffle=False, global_batch_size=4)
+        return sampler, opened(tmp_path, model=nn.Linear(2, 2), data=sampler)
+
+    sampler, ckpt = job()
+    for step in (1, 2):
+        sampler.next_ids()
+        ckpt.step(step)
+    crash(ckpt)
+    for last, ids in ((2, [8, 9, 10, 11]), (5, [20, 21, 22, 23])):
+        monkeypatch.setenv("FLASHCKPT_LEAVE_OUT", str(last))
+        sampler, ckpt = job()
+        assert sampler.next_ids().tolist() == ids
+        crash(ckpt)
+    assert ["12 of 'data'" in one.getMessage() for one in caplog.records if "left out" in one.getMessage()] == [True]

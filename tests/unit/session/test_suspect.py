@@ -14,7 +14,7 @@ from support.one_rank import agent_of_the_test, crash, finished, step_kept  # no
 
 from flashckpt import Checkpointer
 from flashckpt.cli.ls import ls
-from flashckpt.cli.status import describe
+from flashckpt.cli.status import describe, status
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.shm.inventory import scan
 
@@ -27,9 +27,9 @@ class Run:
     def __init__(self, root: Path, step: int | None = None) -> None:
         self.model = torch.nn.Linear(8, 8, bias=False)
         self.model.register_buffer("mask", torch.full((8,), -math.inf))
-        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0, momentum=0.9)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0, momentum=0.9)
         self.ckpt = Checkpointer(str(root), snapshot_every=1, job="t")
-        self.ckpt.track(model=self.model, optimizer=optimizer)
+        self.ckpt.track(model=self.model, optimizer=self.optimizer)
         self.report = self.ckpt.restore() if step is None else self.ckpt.restore(step=step)
 
     def step(self, number: int, value: float) -> None:
@@ -51,6 +51,7 @@ def test_ls_and_status_show_which_snapshots_are_suspect(tmp_path: Path) -> None:
     run.step(2, NAN)
     assert run.ckpt._session is not None
     assert describe(run.ckpt._session.directory)["suspect"] == [SnapshotId(1, 2)]
+    assert "in memory 2.g1 (suspect)" in CliRunner().invoke(status, []).stdout
     shown = CliRunner().invoke(ls, [str(tmp_path), "--json"])
     rows = {row["step"]: row["suspect"] for row in json.loads(shown.stdout)["checkpoints"]}
     assert rows == {1: False, 2: True}
@@ -100,6 +101,24 @@ def test_after_a_restore_the_first_bad_snapshot_is_known(tmp_path: Path) -> None
     crash(again.ckpt)
 
 
+def test_what_comes_later_and_was_never_finite_is_so_by_design(tmp_path: Path) -> None:
+    """A maximum that begins at -inf, in the state of parameters that are unfrozen in the middle of a run."""
+    run = Run(tmp_path)
+    run.step(1, 1.0)
+    run.step(2, 2.0)
+    state = run.optimizer.state[run.model.weight]
+    state["largest"] = torch.full((8,), -math.inf)
+    run.step(3, 3.0)
+    run.step(4, 4.0)
+    assert run.suspects() == set()
+    state["largest"].fill_(1.0)
+    run.step(5, 5.0)
+    state["largest"].fill_(math.inf)
+    run.step(6, 6.0)
+    assert run.suspects() == {SnapshotId(1, 6)}
+    crash(run.ckpt)
+
+
 def test_what_was_never_finite_stays_unsuspected_over_a_restart(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.step(1, -math.inf)
@@ -110,4 +129,21 @@ def test_what_was_never_finite_stays_unsuspected_over_a_restart(tmp_path: Path) 
     again.step(3, 3.0)
     again.step(4, -math.inf)
     assert again.suspects() == {SnapshotId(2, 4)}
+    crash(again.ckpt)
+
+
+def test_a_number_that_grows_a_thousandfold_is_named_and_prefers_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One bit of an exponent: the tensor stays finite."""
+    run = Run(tmp_path)
+    for step, value in enumerate((1.0, 500.0, 2.0**30, 4.0), 1):
+        run.step(step, value)
+    (said,) = [one.getMessage() for one in caplog.records if "grew from" in one.getMessage()]
+    assert "step 3] the largest number of 'model.weight' grew from 500 to 1.07e+09" in said
+    assert run.suspects() == set()
+    crash(run.ckpt)
+    again = Run(tmp_path)
+    assert again.report is not None
+    assert again.report.step == 4
     crash(again.ckpt)
