@@ -81,6 +81,7 @@ class Tick:
         received: Messages of other nodes, which the ranks carry: all of them for the leader, the leader's for the
             others. None while no ranks carry anything.
         common: Snapshots that all ranks of the job are known to hold; None where that is not known.
+        is_due: Whether enough time has passed since the last persist; else this node only joins others.
     """
 
     now_s: float
@@ -89,6 +90,7 @@ class Tick:
     urgent: bool = False
     received: tuple[NodeMessage, ...] | None = None
     common: tuple[SnapshotId, ...] | None = None
+    is_due: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

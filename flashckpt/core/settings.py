@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import numbers
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -23,6 +24,10 @@ MOST_REPLICAS = 2
 """Most partners of a node."""
 MAX_COMPRESSION_LEVEL = 19
 _COMPRESSIONS = f'"off", "auto", "zstd" or "zstd:LEVEL" with LEVEL 1 to {MAX_COMPRESSION_LEVEL}'
+_DURATION = re.compile(r"([1-9][0-9]{0,6}) ?(s|min|h|d)")
+_UNITS_S = {"s": 1, "min": 60, "h": 3600, "d": 86400}
+CONTINUOUS = "continuous"
+"""`persist_every` of who persists whenever no write is running."""
 _OF_GENERATORS = ("get_state", "getstate", "bit_generator", "state_dict")
 """Methods of which generators of torch, Python and numpy, and wrappers of them, have one."""
 
@@ -32,6 +37,23 @@ def whole_number(value: object, *, least: int, most: int = MAX_STEP) -> int | No
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         return None
     return int(value) if least <= int(value) <= most else None
+
+
+def duration_s(value: object) -> int | None:
+    """Return the seconds of "30s", "10min", "2h" or "7d"; None for anything else."""
+    found = _DURATION.fullmatch(value) if isinstance(value, str) else None
+    return int(found[1]) * _UNITS_S[found[2]] if found else None
+
+
+def kept_by(keep_last: int | str | None, keep_every: int | str | None) -> dict[str, Any]:
+    """Return the fields of `Policy` and `JobConfig` for what a user says is kept: numbers, and seconds where it is a time."""
+    last_s, every_s = duration_s(keep_last) or 0, duration_s(keep_every) or 0
+    return {
+        "keep_last": 1 if last_s else keep_last,
+        "keep_every": None if every_s else keep_every,
+        "keep_last_s": last_s,
+        "keep_every_s": every_s,
+    }
 
 
 def compression_level(value: object) -> int | None:
@@ -89,21 +111,30 @@ def checked(name: str, value: object, *, called: str = "") -> Any:
 
 
 def _whole(
-    default: object, unit: str, *, least: int = 1, most: int = MAX_STEP, words: Mapping[Any, Any] | None = None
+    default: object,
+    unit: str,
+    *,
+    least: int = 1,
+    most: int = MAX_STEP,
+    words: Mapping[Any, Any] | None = None,
+    or_time: bool = False,
 ) -> Any:
-    """Return the field of a setting that is a whole number, or one of some words."""
+    """Return the field of a setting that is a whole number, one of some words, or with `or_time` a duration."""
     known = words or {}
 
     def take(_: str, value: object) -> Any:
         for word, meaning in known.items():
             if value is meaning or (type(value) is type(word) and value == word):
                 return meaning
+        if or_time and duration_s(value) is not None:
+            return value
         if (number := whole_number(value, least=least, most=most)) is None:
             raise ValueError
         return number
 
     bounds = f"at least {least}" if most == MAX_STEP else f"{least} to {most}"
     or_word = "".join(f", or {json.dumps(word)}" for word in known)
+    or_word += ', or a time ("30s", "10min", "2h", "7d")' if or_time else ""
     return field(default=default, metadata={"rule": Rule(f"{unit}, {bounds}{or_word}", take, known)})
 
 
@@ -158,9 +189,11 @@ class Settings:
     root: str = ""
     job: str = ""
     snapshot_every: int = _whole(5, "a number of steps")
-    persist_every: int | None = _whole(250, "a number of steps", words={"never": None})
-    keep_last: int | None = _whole(3, "a number of checkpoints", words={"all": None})
-    keep_every: int | None = _whole(None, "a number of steps", words={"none": None})
+    persist_every: int | str | None = _whole(
+        250, "a number of steps", words={"never": None, CONTINUOUS: CONTINUOUS}, or_time=True
+    )
+    keep_last: int | str | None = _whole(3, "a number of checkpoints", words={"all": None}, or_time=True)
+    keep_every: int | str | None = _whole(None, "a number of steps", words={"none": None}, or_time=True)
     slots: int | str = _whole("auto", "a number of slots", least=MIN_SLOTS, most=MAX_SLOTS, words={"auto": "auto"})
     storage_options: dict[str, Any] = field(
         default_factory=dict, metadata={"rule": Rule("a mapping of names to values, or None", _options)}
@@ -198,7 +231,17 @@ class Settings:
 
     def newest_persist(self, step: int) -> int:
         """Return the newest step up to `step` that is to be persisted by its number; 0: none."""
-        return step // self.persist_every * self.persist_every if self.persist_every else 0
+        return step // self.persist_steps * self.persist_steps if self.persist_steps else 0
+
+    @property
+    def persist_steps(self) -> int | None:
+        """Steps between snapshots that may be persisted: of those all where time decides, or whether a write runs."""
+        return self.snapshot_every if isinstance(self.persist_every, str) else self.persist_every
+
+    @property
+    def persist_s(self) -> int:
+        """Least seconds between the beginnings of two persists; 0 where steps decide."""
+        return duration_s(self.persist_every) or 0
 
     def plain(self) -> dict[str, Any]:
         """Return the settings as a file holds them, where None is a word ("never", "all")."""
