@@ -17,7 +17,7 @@ from flashckpt.checkpoint.generations import read_generations
 from flashckpt.cli.output import FittingTable, OutputConsole
 from flashckpt.core.lineage import is_rolled_back
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.errors import ConfigError, FlashckptError
+from flashckpt.errors import ConfigError, FlashckptError, NoCheckpointError
 from flashckpt.printable import printable, to_json
 from flashckpt.shm.job_directory import JobDirectory, jobs_in_memory
 from flashckpt.shm.job_id import root_url
@@ -36,6 +36,26 @@ class Command(click.Command):
         if kwargs.get("help"):  # a line with a backspace character alone tells click not to wrap the paragraph
             kwargs["help"] = re.sub(r"\n\n(?=Examples?:|STATE )", "\n\n\b\n", inspect.cleandoc(kwargs["help"]))
         super().__init__(*args, **kwargs)
+
+
+def complete_step(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
+    """Complete a step by those of ROOT, newest first; nothing where it cannot be read."""
+    del parameter
+    # behind `--step` click has not come to the arguments yet
+    root, options = context.params.get("root") or next(iter(context.args), ""), context.params.get("options") or ()
+    try:
+        infos = list_checkpoints(open_root(str(root), options)) if root else []
+    except (FlashckptError, OSError):
+        return []
+    steps = [info.step for info in infos]
+    names = [f"{i.step}.g{i.generation}" if steps.count(i.step) > 1 else str(i.step) for i in infos]
+    return [name for name in names if name.startswith(begun)]
+
+
+def complete_job(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
+    """Complete the id of a job by those in this machine's memory."""
+    del context, parameter
+    return [one.job for one in jobs_in_memory()[0] if one.job.startswith(begun)]
 
 
 def json_option(function: Function) -> Function:
@@ -68,7 +88,11 @@ def root_options(function: Function) -> Function:
 def step_option(function: Function) -> Function:
     """Add --step."""
     return click.option(
-        "--step", "step", metavar="STEP[.gN]", help="Checkpoint, e.g. 120 or 120.g3  [default: the newest valid one]"
+        "--step",
+        "step",
+        metavar="STEP[.gN]",
+        help="Checkpoint, e.g. 120 or 120.g3  [default: the newest valid one]",
+        shell_complete=complete_step,
     )(function)
 
 
@@ -96,12 +120,15 @@ def open_root(root: str, options: tuple[str, ...] = ()) -> Store:
 
 def choose(store: Store, step: str | None) -> CheckpointInfo:
     """Return the checkpoint `step` ("120" or "120.g3") names, or the newest valid one; errors as `choose_checkpoint`."""
-    if step is None:
-        return choose_checkpoint(store)
+    return choose_checkpoint(store, *((None, None) if step is None else identity_of(step)))
+
+
+def identity_of(step: str) -> tuple[int, int | None]:
+    """Return step and generation, None where it is not named, of "120" or "120.g3"."""
     number, _, generation = step.removeprefix("step-").partition(".g")
     if not _NUMBER.fullmatch(number) or (generation and not _NUMBER.fullmatch(generation)):
         raise ConfigError("a step cannot be read", found=step, expected="STEP or STEP.gN, e.g. 120 or 120.g3")
-    return choose_checkpoint(store, int(number), int(generation) if generation else None)
+    return int(number), int(generation) if generation else None
 
 
 def passed_over(store: Store, chosen: CheckpointInfo) -> list[str]:
@@ -124,6 +151,18 @@ def jobs_on_this_machine(root: str | None = None) -> list[JobDirectory]:
     found, skipped = jobs_in_memory()
     tell_skipped(skipped)
     return [directory for directory in found if root is None or _root_of(directory) == root_url(root)]
+
+
+def job_named(name: str) -> JobDirectory:
+    """Return the job of this machine's memory with this id or root; NoCheckpointError where there is none."""
+    found = jobs_on_this_machine()
+    for one in [one for one in found if one.job == name] + [one for one in found if _root_of(one) == root_url(name)]:
+        return one
+    raise NoCheckpointError(
+        f"no job {name} is in this machine's memory",
+        found=", ".join(one.job for one in found[:5]),
+        remedy="flashckpt status names those that are; ask on a node of the job",
+    )
 
 
 def tell_skipped(skipped: Sequence[Skipped]) -> list[dict[str, str]]:

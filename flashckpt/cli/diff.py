@@ -9,7 +9,7 @@ import click
 from rich.console import Group
 
 from flashckpt.checkpoint.catalog import read_manifest
-from flashckpt.cli.common import Command, choose, json_option, new_table, open_root, root_options, show
+from flashckpt.cli.common import Command, choose, complete_step, json_option, new_table, open_root, root_options, show
 from flashckpt.cli.comparison import compare, same
 from flashckpt.cli.numbers import jumps, numbers_of
 from flashckpt.printable import counted, printable
@@ -23,8 +23,8 @@ _ABSENT = "(absent)"
 
 @click.command(cls=Command)
 @root_options
-@click.argument("first", metavar="STEP_A")
-@click.argument("second", metavar="STEP_B")
+@click.argument("first", metavar="STEP_A", shell_complete=complete_step)
+@click.argument("second", metavar="STEP_B", shell_complete=complete_step)
 @click.option("--other", "other_root", metavar="ROOT_B", help="Root of STEP_B  [default: ROOT]")
 @json_option
 def diff(*, root: str, options: tuple[str, ...], first: str, second: str, other_root: str | None, as_json: bool) -> int:

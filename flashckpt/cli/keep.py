@@ -6,12 +6,12 @@ import click
 
 from flashckpt.checkpoint.retention import keep as mark
 from flashckpt.checkpoint.retention import unkeep
-from flashckpt.cli.common import Command, choose, json_option, open_root, root_options, show
+from flashckpt.cli.common import Command, choose, complete_step, json_option, open_root, root_options, show
 
 
 @click.command(cls=Command)
 @root_options
-@click.argument("step", metavar="STEP[.gN]")
+@click.argument("step", metavar="STEP[.gN]", shell_complete=complete_step)
 @click.option("--remove", is_flag=True, help="Take the mark away again.")
 @json_option
 def keep(root: str, options: tuple[str, ...], step: str, remove: bool, as_json: bool) -> None:
