@@ -85,6 +85,7 @@ CRASH_POINTS: dict[str, str] = {
     "save.during-pack": "part of a pack written",
     "save.before-index": "packs durable, index not written",
     "save.before-commit": "all indexes durable, MANIFEST not written",
+    "mark.after-name": "a name given to another checkpoint, the one before has it still",
     # a copy of a checkpoint to another root
     "copy.during-pack": "part of a pack of the copy written",
     "copy.before-manifest": "all packs of the copy durable, its MANIFEST not written",

@@ -14,6 +14,7 @@ import click
 from flashckpt.checkpoint.catalog import CheckpointInfo, list_checkpoints
 from flashckpt.checkpoint.choice import choose_checkpoint
 from flashckpt.checkpoint.generations import read_generations
+from flashckpt.checkpoint.marks import NAME, names_of
 from flashckpt.cli.output import FittingTable, OutputConsole
 from flashckpt.core.lineage import is_rolled_back
 from flashckpt.core.snapshot_id import SnapshotId
@@ -44,12 +45,13 @@ def complete_step(context: click.Context, parameter: click.Parameter, begun: str
     # behind `--step` click has not come to the arguments yet
     root, options = context.params.get("root") or next(iter(context.args), ""), context.params.get("options") or ()
     try:
-        infos = list_checkpoints(open_root(str(root), options)) if root else []
+        store = open_root(str(root), options)
+        infos, named = list_checkpoints(store), names_of(store)
     except (FlashckptError, OSError):
         return []
     steps = [info.step for info in infos]
-    names = [f"{i.step}.g{i.generation}" if steps.count(i.step) > 1 else str(i.step) for i in infos]
-    return [name for name in names if name.startswith(begun)]
+    numbers = [f"{i.step}.g{i.generation}" if steps.count(i.step) > 1 else str(i.step) for i in infos]
+    return [one for one in [*numbers, *named] if one.startswith(begun)]
 
 
 def complete_job(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
@@ -119,7 +121,9 @@ def open_root(root: str, options: tuple[str, ...] = ()) -> Store:
 
 
 def choose(store: Store, step: str | None) -> CheckpointInfo:
-    """Return the checkpoint `step` ("120" or "120.g3") names, or the newest valid one; errors as `choose_checkpoint`."""
+    """Return the checkpoint `step` ("120", "120.g3" or a name) names, or the newest valid one; errors as `choose_checkpoint`."""
+    if step is not None and NAME.fullmatch(step) and (mark := names_of(store).get(step)) is not None:
+        step = mark.prefix
     return choose_checkpoint(store, *((None, None) if step is None else identity_of(step)))
 
 
@@ -127,7 +131,11 @@ def identity_of(step: str) -> tuple[int, int | None]:
     """Return step and generation, None where it is not named, of "120" or "120.g3"."""
     number, _, generation = step.removeprefix("step-").partition(".g")
     if not _NUMBER.fullmatch(number) or (generation and not _NUMBER.fullmatch(generation)):
-        raise ConfigError("a step cannot be read", found=step, expected="STEP or STEP.gN, e.g. 120 or 120.g3")
+        raise ConfigError(
+            "a step cannot be read",
+            found=step,
+            expected="STEP or STEP.gN, e.g. 120 or 120.g3, or a name that `flashckpt keep` gave",
+        )
     return int(number), int(generation) if generation else None
 
 
