@@ -23,7 +23,7 @@ from flashckpt.cli.common import (
     tell_skipped,
 )
 from flashckpt.cli.progress import working
-from flashckpt.core.settings import duration_s, kept_by
+from flashckpt.core.settings import Settings, duration_s
 from flashckpt.errors import JobInUseError, SharedMemoryError
 from flashckpt.shm.gc import DeadMemory, look, remove
 
@@ -97,7 +97,9 @@ def gc(
             swept = sweep(store, dry_run=not do_it)
             pruned = None
             if keep_last is not None:
-                pruned = prune(store, Policy(**kept_by(keep_last, keep_every)), dry_run=not do_it)
+                rule = Settings(keep_last=keep_last, keep_every=keep_every).for_persister()
+                policy = Policy(**{name: value for name, value in rule.items() if name.startswith("keep")})
+                pruned = prune(store, policy, dry_run=not do_it)
         storage = {
             "orphans": swept.orphans,
             "temporary": swept.temporary,

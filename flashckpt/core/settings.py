@@ -45,17 +45,6 @@ def duration_s(value: object) -> int | None:
     return int(found[1]) * _UNITS_S[found[2]] if found else None
 
 
-def kept_by(keep_last: int | str | None, keep_every: int | str | None) -> dict[str, Any]:
-    """Return the fields of `Policy` and `JobConfig` for what a user says is kept: numbers, and seconds where it is a time."""
-    last_s, every_s = duration_s(keep_last) or 0, duration_s(keep_every) or 0
-    return {
-        "keep_last": 1 if last_s else keep_last,
-        "keep_every": None if every_s else keep_every,
-        "keep_last_s": last_s,
-        "keep_every_s": every_s,
-    }
-
-
 def compression_level(value: object) -> int | None:
     """Return the zstd level of a compression setting, 0 for its default; None for "off" and "auto".
 
@@ -231,17 +220,25 @@ class Settings:
 
     def newest_persist(self, step: int) -> int:
         """Return the newest step up to `step` that is to be persisted by its number; 0: none."""
-        return step // self.persist_steps * self.persist_steps if self.persist_steps else 0
+        every = self.persist_every
+        if every.__class__ is str:  # no call: each step asks
+            every = self.snapshot_every
+        return step // every * every if every else 0  # type: ignore[operator,return-value]
 
-    @property
-    def persist_steps(self) -> int | None:
-        """Steps between snapshots that may be persisted: of those all where time decides, or whether a write runs."""
-        return self.snapshot_every if isinstance(self.persist_every, str) else self.persist_every
-
-    @property
-    def persist_s(self) -> int:
-        """Least seconds between the beginnings of two persists; 0 where steps decide."""
-        return duration_s(self.persist_every) or 0
+    def for_persister(self) -> dict[str, Any]:
+        """Return the fields of `JobConfig` that say when to persist and what to keep: numbers, and seconds where it is a time."""
+        seconds: dict[str, int] = {}
+        for name in ("persist_every", "keep_last", "keep_every"):
+            if (value := getattr(self, name)).__class__ is str:
+                seconds[name] = duration_s(value) or 0  # "continuous": whenever no write is running
+        return {
+            "persist_every": self.snapshot_every if "persist_every" in seconds else self.persist_every,
+            "persist_s": seconds.get("persist_every", 0),
+            "keep_last": 1 if "keep_last" in seconds else self.keep_last,
+            "keep_last_s": seconds.get("keep_last", 0),
+            "keep_every": None if "keep_every" in seconds else self.keep_every,
+            "keep_every_s": seconds.get("keep_every", 0),
+        }
 
     def plain(self) -> dict[str, Any]:
         """Return the settings as a file holds them, where None is a word ("never", "all")."""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from flashckpt import entry_points
 from flashckpt.accelerator import index_of
 from flashckpt.core.lineage import BEGINNING
-from flashckpt.core.settings import Settings, kept_by
+from flashckpt.core.settings import Settings
 from flashckpt.environment import env
 from flashckpt.errors import FlashckptError
 from flashckpt.logs import guarded, notice
@@ -243,9 +243,7 @@ class OpenedJob:
             job=settings.job,
             root=settings.root,
             storage_options=settings.storage_options,
-            **kept_by(settings.keep_last, settings.keep_every),
-            persist_every=settings.persist_steps,
-            persist_s=settings.persist_s,
+            **settings.for_persister(),
             compression=settings.compression,
             world_size=self.tracked.world.size,
             node_count=len(nodes),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from rich import box
 from rich.table import Table
 
 from flashckpt.bench.layouts import DEFAULTS, PUBLISHED
-from flashckpt.cli.quantity import show_bytes, show_rate, show_s
+from flashckpt.cli.quantity import as_setting, show_bytes, show_rate, show_s
 
 SECONDS = {
     "memcpy_s": "plain copy of the state",
@@ -84,8 +83,7 @@ def _use(document: Mapping[str, Any]) -> list[str]:
     durable = document["results"]["summary_s"].get("durable_s")
     if document["kind"] != "store" or durable is None:
         return []
-    asked, seconds = document["arguments"], max(10, math.ceil(durable["median"] * 10))
-    time = f"{seconds}s" if seconds < 120 else f"{math.ceil(seconds / 60)}min"
+    asked, time = document["arguments"], as_setting(max(10, durable["median"] * 10))
     compression = "" if asked.get("compression", "off") == "off" else f', compression="{asked["compression"]}"'
     size = show_bytes(asked["size"])
     return [f'for {size} per node: Checkpointer("{asked["url"]}", persist_every="{time}"{compression})']

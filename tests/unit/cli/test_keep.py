@@ -133,3 +133,13 @@ def test_what_was_rolled_back_is_never_the_best(store: Store, capsys: Captured) 
 )
 def test_what_contradicts_itself_is_refused(store: Store, words: list[str], capsys: Captured) -> None:
     assert run("keep", store.url, *words, capsys=capsys)[0] == 10
+
+
+def test_gc_prunes_by_time_too(store: Store, capsys: Captured) -> None:
+    gone = lambda *words: run("gc", store.url, *words, capsys=capsys)[1]["storage"]["checkpoints"]  # noqa: E731
+    assert gone("--keep-last", "7d") == []
+    assert len(gone("--keep-last", "1")) == 3
+    assert gone("--keep-last", "1", "--keep-every", "20") == [prefix_of(1, 10), prefix_of(1, 30)]
+    assert len(gone("--keep-last", "1", "--keep-every", "1000d")) == 2  # the first of these days, and the newest
+    for words in (["soon"], ["0"], ["-1"], ["1.5"]):
+        assert run("gc", store.url, "--keep-last", *words, capsys=capsys)[0] == 2

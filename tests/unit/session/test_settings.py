@@ -324,7 +324,8 @@ def test_the_options_of_s3_are_those_of_its_client() -> None:
 )
 def test_a_checkpoint_is_due_by_steps_by_time_or_whenever_none_is_written(value: Any, steps: Any, seconds: int) -> None:
     settings = Settings(snapshot_every=2, persist_every=value)
-    assert (settings.persist_steps, settings.persist_s) == (steps, seconds)
+    found = settings.for_persister()
+    assert (found["persist_every"], found["persist_s"]) == (steps, seconds)
     assert settings.is_persist(4) == (steps == 2)
     assert Settings(**{**settings.plain(), "snapshot_every": 2}).persist_every == value
 
