@@ -61,14 +61,14 @@ def _source(store: Store, step: str) -> StorageSource:
     return StorageSource(store, read_manifest(store, info), info.prefix)
 
 
-def _table(document: dict[str, Any], most: int | None) -> Group:
+def _table(document: dict[str, Any], most: int | None = MOST) -> Group:
     lines = [f"{counted(document['equal'], 'tensor')} equal in {document['a']} and {document['b']}"]
-    for name, group in document["groups"].items():
+    for name, group in document.get("groups", {}).items():
         which = f", most {group['most']} by {group['max_abs']:.3g}" if group["differing"] else ""
         lines.append(f"  {name}: {group['differing']} of {counted(group['tensors'], 'tensor')} differ{which}")
     shown = sorted(document["tensors"], key=lambda one: (one["max_abs"] is not None, -(one["max_abs"] or 0.0)))[:most]
-    if left := len(document["tensors"]) - len(shown):
-        lines.append(f"  the {len(shown)} that differ most are shown, {left} more with --all")
+    if more := len(document["tensors"]) - len(shown):
+        lines.append(f"  the {len(shown)} that differ most are shown, {more} more with --all")
     tensors = new_table("TENSOR", ">DIFFERING", ">OF", ">MAX DIFFERENCE", "")
     for side, key in (("first", "only_a"), ("second", "only_b")):
         for fqn in document[key]:

@@ -136,7 +136,9 @@ def test_what_contradicts_itself_is_refused(store: Store, words: list[str], caps
 
 
 def test_gc_prunes_by_time_too(store: Store, capsys: Captured) -> None:
-    gone = lambda *words: run("gc", store.url, *words, capsys=capsys)[1]["storage"]["checkpoints"]  # noqa: E731
+    def gone(*words: str) -> Any:
+        return run("gc", store.url, *words, capsys=capsys)[1]["storage"]["checkpoints"]
+
     assert gone("--keep-last", "7d") == []
     assert len(gone("--keep-last", "1")) == 3
     assert gone("--keep-last", "1", "--keep-every", "20") == [prefix_of(1, 10), prefix_of(1, 30)]
