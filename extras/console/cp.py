@@ -59,7 +59,9 @@ def cp(
     if step is None and not Path(root).exists() and (found := _STEP.fullmatch(root)):
         root, step = found["root"], found["step"]
     if root_url(root) == root_url(target):
-        raise ConfigError("ROOT and ROOT2 are the same", found=root, remedy="name another root to copy to")
+        raise ConfigError(
+            "a checkpoint cannot be copied to its own root", found=root, remedy="name another root to copy to"
+        )
     if is_process_local(target):
         raise ConfigError(f"{target} is process-local: no other process could read the checkpoint")
     source = open_root(root, options)

@@ -94,7 +94,7 @@ class _Asked:
             raise self.error(self.failure)
 
     def error(self, found: str) -> PersistError:
-        """Return what is said where it is not committed."""
+        """Return the error of a snapshot that is not committed."""
         return PersistError(
             f"step {self._wanted.step} of generation {self._wanted.generation} is not on storage",
             found=found,

@@ -24,7 +24,7 @@ SILENT_S = 180.0
 """The record of a session is written once a minute: one that is older than this may be that of a node that was lost."""
 
 
-class JobState(NamedTuple):
+class WatchedJob(NamedTuple):
     """What can be seen of a job now.
 
     Attributes:
@@ -75,8 +75,8 @@ def watch(
     """
     found = PageSource(source, options)
     end_s = None if timeout is None else time.monotonic() + timeout
-    first: JobState | None = None
-    before = JobState()
+    first: WatchedJob | None = None
+    before = WatchedJob()
     while True:
         now = state_of(found, before)
         first = first or now
@@ -98,7 +98,7 @@ def watch(
     return 0 if done else NOT_REACHED if now.end else TIMED_OUT
 
 
-def state_of(source: PageSource, before: JobState) -> JobState:
+def state_of(source: PageSource, before: WatchedJob) -> WatchedJob:
     """Look at the job: at this machine's memory of it, and at the root; what cannot be read stays as it was before."""
     directory, problem = source.directory(), ""
     is_alive = directory is not None and directory.anyone_alive()
@@ -124,11 +124,11 @@ def state_of(source: PageSource, before: JobState) -> JobState:
         end, seen_s = "", time.time()
     if not end and seen_s and time.time() - seen_s > SILENT_S:
         problem = problem or f"nothing was heard of it for {age_of(seen_s)}"
-    return JobState(generation, step, committed, end, problem, seen_s)
+    return WatchedJob(generation, step, committed, end, problem, seen_s)
 
 
-def changes(before: JobState, now: JobState) -> Iterator[str]:
-    """Yield a line for each thing that has changed, but steps: where the job was is said with each of the others."""
+def changes(before: WatchedJob, now: WatchedJob) -> Iterator[str]:
+    """Yield a line for each thing that has changed, but steps: each of the others names the last one."""
     at = "" if now.step < 0 else f" at step {now.step}"
     if now.generation != before.generation:
         yield f"generation {now.generation} runs{at}" if not now.end else f"generation {now.generation}"
@@ -137,6 +137,6 @@ def changes(before: JobState, now: JobState) -> Iterator[str]:
     if now.problem and now.problem != before.problem:
         yield now.problem
     if before.problem and not now.problem:
-        yield f"it goes on{at}"
+        yield f"it continues{at}"
     if now.end and now.end != before.end:
         yield f"{now.end}{at}"

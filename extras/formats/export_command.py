@@ -131,7 +131,7 @@ def export(
     with reading(store, info.prefix) as manifest:
         source = StorageSource(store, manifest, info.prefix)
         with progress("exporting", info.nbytes, quiet=as_json) as advance:
-            source.meter = _Counted(advance)
+            source.meter = _ReportingMeter(advance)
             done = (_safetensors if kind == "safetensors" else _torch)(wanted, source)
     document = {
         "root": store.url,
@@ -147,8 +147,8 @@ def export(
     show(document, as_json=as_json, table=lambda: _table(document))
 
 
-class _Counted(Meter):
-    """Tells what was read."""
+class _ReportingMeter(Meter):
+    """Reports what was read."""
 
     def __init__(self, advance: Callable[[int], None]) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ NAME = re.compile(r"(?!step-)[A-Za-z][A-Za-z0-9._-]{0,63}")
 
 
 class Mark(NamedTuple):
-    """What has a name: its folder, and the value it was given for; nan for none."""
+    """A checkpoint that has a name: its folder, and the value it was given for; nan for none."""
 
     prefix: str
     value: float
@@ -54,7 +54,7 @@ def keep_as(store: Store, prefix: str, name: str, value: float = math.nan) -> No
 
     Raises:
         ConfigError: It is kept already without a name, or the name cannot be one.
-        NoCheckpointError: As `keep`.
+        NoCheckpointError: There is none, or it is being deleted.
     """
     if not NAME.fullmatch(name):
         raise ConfigError(

@@ -189,7 +189,7 @@ def delete(
 
     Args:
         store: The root.
-        names: Of the root, read before `batch` was chosen.
+        names: Those of the root, read before `batch` was chosen.
         batch: Their folders.
         dry_run: Delete nothing.
         now_s: Unix seconds.

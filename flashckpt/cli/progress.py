@@ -16,7 +16,7 @@ AFTER_S = 2.0
 
 @contextmanager
 def progress(what: str, total: int = 0, *, quiet: bool = False) -> Iterator[Callable[[int], None]]:
-    """Give a function that is told the bytes that were done, from any thread; nothing is shown where standard error is no terminal.
+    """Give a function to report the bytes that were done, from any thread; nothing is shown where standard error is no terminal.
 
     Args:
         what: The work, one word.

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import numbers
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -24,7 +23,6 @@ MOST_REPLICAS = 2
 """Most partners of a node."""
 MAX_COMPRESSION_LEVEL = 19
 _COMPRESSIONS = f'"off", "auto", "zstd" or "zstd:LEVEL" with LEVEL 1 to {MAX_COMPRESSION_LEVEL}'
-_DURATION = re.compile(r"([1-9][0-9]{0,6}) ?(s|min|h|d)")
 _UNITS_S = {"s": 1, "min": 60, "h": 3600, "d": 86400}
 CONTINUOUS = "continuous"
 """`persist_every` of who persists whenever no write is running."""
@@ -41,8 +39,9 @@ def whole_number(value: object, *, least: int, most: int = MAX_STEP) -> int | No
 
 def duration_s(value: object) -> int | None:
     """Return the seconds of "30s", "10min", "2h" or "7d"; None for anything else."""
-    found = _DURATION.fullmatch(value) if isinstance(value, str) else None
-    return int(found[1]) * _UNITS_S[found[2]] if found else None
+    unit = value.lstrip("0123456789") if isinstance(value, str) else ""
+    number, scale = str(value)[: len(str(value)) - len(unit)], _UNITS_S.get(unit.removeprefix(" "))
+    return int(number) * scale if scale and number and number[0] != "0" and len(number) <= 7 else None
 
 
 def compression_level(value: object) -> int | None:

@@ -25,7 +25,7 @@ from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.checkpoint.history import ENDED, STOPPED, SessionRecord, write_session
 from flashckpt.cli import main as cli
 from flashckpt.console import top, watch
-from flashckpt.console.watch import JobState, changes
+from flashckpt.console.watch import WatchedJob, changes
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.dashboard.gather import PageSource
 from flashckpt.shm.control import Control
@@ -118,24 +118,24 @@ def test_the_end_of_a_job_elsewhere_is_read_from_its_root(store: Store, end: str
 def test_a_job_that_nobody_hears_of_and_a_root_that_is_gone_are_said(store: Store, tmp_path: Path) -> None:
     source = PageSource(store.url)
     write_session(store, replace(RECORD, updated_s=time.time() - 400))
-    silent = watch.state_of(source, JobState())
+    silent = watch.state_of(source, WatchedJob())
     assert (silent.problem, silent.end) == ("nothing was heard of it for 7 min", "")
     write_session(store, replace(RECORD, error="no room"))
-    assert watch.state_of(source, JobState()).problem == "persisting fails: no room"
+    assert watch.state_of(source, WatchedJob()).problem == "persisting fails: no room"
     (tmp_path / "root").rename(tmp_path / "aside")
     (tmp_path / "root").write_text("")
-    gone = watch.state_of(source, JobState(generation=1, step=40, committed=SnapshotId(1, 40)))
+    gone = watch.state_of(source, WatchedJob(generation=1, step=40, committed=SnapshotId(1, 40)))
     assert gone.problem.startswith("the root cannot be read")
     assert (gone.step, gone.committed) == (40, (1, 40))
 
 
 def test_what_changes_is_said_once() -> None:
-    first = JobState(generation=1, step=10, committed=SnapshotId(1, 5))
-    assert list(changes(JobState(), first)) == ["generation 1 runs at step 10", "step 5 of generation 1 is committed"]
+    first = WatchedJob(generation=1, step=10, committed=SnapshotId(1, 5))
+    assert list(changes(WatchedJob(), first)) == ["generation 1 runs at step 10", "step 5 of generation 1 is committed"]
     assert list(changes(first, first._replace(step=11))) == []
     failing = first._replace(problem="persisting fails: x")
     assert list(changes(first, failing)) == ["persisting fails: x"]
-    assert list(changes(failing, first._replace(step=12))) == ["it goes on at step 12"]
+    assert list(changes(failing, first._replace(step=12))) == ["it continues at step 12"]
     assert list(changes(first, first._replace(end=STOPPED, step=12))) == ["stopped at step 12"]
 
 
