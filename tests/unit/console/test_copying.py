@@ -71,7 +71,14 @@ def test_a_copy_is_the_same_checkpoint_and_the_newest_there(
     monkeypatch.setattr(indexes, "RANGED_FROM", 1 if ranges else 64)
     told: list[int] = []
     prefix, target = make(source, 20, compression=compression), open_store(tmp_path / "target")
-    done = copy_checkpoint(source, prefix, target, told.append)
+    held: set[str] = set()
+
+    def advance(nbytes: int) -> None:
+        told.append(nbytes)
+        held.update(leased_prefixes(source))
+
+    done = copy_checkpoint(source, prefix, target, advance)
+    assert held == {prefix}, "retention is kept away meanwhile"
     assert_same(source, target, prefix)
     assert (done.kept_bytes, done.was_there) == (0, False)
     assert sum(told) <= done.nbytes < sum(told) + 3 * 4096
