@@ -15,7 +15,9 @@ from support.memory_tier import FakeJob
 from support.ranks import wait_for
 
 from flashckpt.cli import main as cli
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister.timeouts import DaemonTimeouts
+from flashckpt.shm.job_directory import DaemonStatus
 
 Captured = pytest.CaptureFixture[str]
 LONG = DaemonTimeouts(linger_s=600.0, patience_s=600.0)
@@ -109,3 +111,13 @@ def test_while_snapshots_come_and_go_what_is_committed_is_as_new_as_asked(job: F
             thread.join()
     assert code == 0
     assert found["committed"] >= found["asked"]
+
+
+def test_a_snapshot_that_was_given_up_is_the_answer_at_once(job: FakeJob, capsys: Captured) -> None:
+    job.step(5)
+    lock = job.directory.hold_daemon()
+    job.directory.write_status(DaemonStatus(floor=SnapshotId(1, 5), given_up="step 5 was given up: a gap"))
+    code, found = persist("fake", "--timeout", "20", capsys=capsys)
+    assert (code, found["error"]["found"]) == (40, "step 5 was given up: a gap")
+    assert lock is not None
+    lock.close()
