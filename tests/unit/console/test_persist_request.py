@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.daemons import assert_bitwise, forked, steps
+from support.daemons import ForkedDaemon, assert_bitwise, forked, steps
 from support.memory_tier import FakeJob
 from support.ranks import wait_for
 
@@ -30,6 +32,14 @@ def job(tmp_path: Path) -> Any:
     made.die()
 
 
+@contextlib.contextmanager
+def running(job: FakeJob, **how: Any) -> Iterator[ForkedDaemon]:
+    """A persister that has its lock, or has died of what the test wants."""
+    with forked(job, **how) as daemon:
+        wait_for(lambda: job.directory.daemon_alive() or daemon.poll() is not None, what="the persister")
+        yield daemon
+
+
 def persist(*words: str, capsys: Captured) -> tuple[int, Any]:
     with pytest.raises(SystemExit) as done:
         cli.main(["persist", *words, "--json"])
@@ -39,7 +49,7 @@ def persist(*words: str, capsys: Captured) -> tuple[int, Any]:
 def test_the_newest_snapshot_is_committed_though_no_step_said_so(job: FakeJob, capsys: Captured) -> None:
     job.step(5)
     job.step(7)
-    with forked(job, times=LONG):
+    with running(job, times=LONG):
         code, found = persist("fake", capsys=capsys)
         assert (code, found["asked"], found["committed"]) == (0, [1, 7], [1, 7])
         assert steps(job) == [7]
@@ -54,12 +64,12 @@ def test_a_persister_that_is_killed_meanwhile_is_said_and_the_next_one_commits(
     job: FakeJob, point: str, capsys: Captured
 ) -> None:
     job.step(5)
-    with forked(job, crash_at=point, times=LONG) as daemon:
+    with running(job, crash_at=point, times=LONG) as daemon:
         code, found = persist("fake", capsys=capsys)
         daemon.wait_killed()
     assert (code, found["error"]["found"]) == (40, "no persister of this job is running on this machine")
     assert steps(job) == []
-    with forked(job, times=LONG):
+    with running(job, times=LONG):
         assert persist("fake", capsys=capsys)[1]["committed"] == [1, 5]
     assert_bitwise(job, (1, 5))
 
@@ -68,7 +78,7 @@ def test_a_storage_that_fails_is_the_answer(job: FakeJob, tmp_path: Path, capsys
     (tmp_path / "root").rmdir() if (tmp_path / "root").exists() else None
     (tmp_path / "root").write_text("a file where the root should be")
     job.step(5)
-    with forked(job, times=LONG):
+    with running(job, times=LONG):
         code, found = persist("fake", capsys=capsys)
     assert code == 40
     assert "root" in found["error"]["found"]
@@ -76,7 +86,7 @@ def test_a_storage_that_fails_is_the_answer(job: FakeJob, tmp_path: Path, capsys
 
 def test_a_hung_persister_ends_with_the_time_that_was_given(job: FakeJob, capsys: Captured) -> None:
     job.step(5)
-    with forked(job, times=LONG) as daemon:
+    with running(job, times=LONG) as daemon:
         wait_for(job.directory.daemon_alive, what="the persister")
         os.kill(daemon.pid, signal.SIGSTOP)
         daemon.wait_stopped()
@@ -101,7 +111,7 @@ def test_while_snapshots_come_and_go_what_is_committed_is_as_new_as_asked(job: F
             step += 1
             job.step(step)
 
-    with forked(job, times=LONG):
+    with running(job, times=LONG):
         thread = threading.Thread(target=train)
         thread.start()
         try:
