@@ -85,6 +85,11 @@ CRASH_POINTS: dict[str, str] = {
     "save.during-pack": "part of a pack written",
     "save.before-index": "packs durable, index not written",
     "save.before-commit": "all indexes durable, MANIFEST not written",
+    "mark.after-name": "a name given to another checkpoint, the one before has it still",
+    # a copy of a checkpoint to another root
+    "copy.during-pack": "part of a pack of the copy written",
+    "copy.before-manifest": "all packs of the copy durable, its MANIFEST not written",
+    "copy.after-manifest": "MANIFEST of the copy written, LATEST not",
     "export.before-rename": "everything durable under the temporary name",
     "export.exchanged": "the new folder has the name, the old one the temporary name",
     "export.between-renames": "the old folder is aside, the new one still has the temporary name",

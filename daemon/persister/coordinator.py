@@ -90,7 +90,8 @@ class PersistCoordinator:
         self.flush: Flush | None = None
         self.committed_s: float | None = None
         self.totals = PersistTotals()
-        self._policy = Policy(keep_last=config.keep_last, keep_every=config.keep_every)
+        kept = ("keep_last", "keep_every", "keep_last_s", "keep_every_s")
+        self._policy = Policy(**{name: getattr(config, name) for name in kept})
         self.housekeeper = Housekeeper(lambda: open_store(config.root, **config.storage_options), self._policy)
         self._store: Store | None = None
         self._replaced = ReplacedRoot()
@@ -103,6 +104,7 @@ class PersistCoordinator:
         self._seeker = Seeker(self._see)
         self._record = Generation(number=0)
         self._error: Exception | None = None
+        self._begun_s = float("-inf")  # when the last persist began
 
     # -- what the loop calls --------------------------------------------------------------------------------
 
@@ -133,7 +135,8 @@ class PersistCoordinator:
             self._error = self.flush.error if isinstance(result, p.WriteFailed) else None
             self._run(view, result)
         now_s = time.monotonic()
-        tick = p.Tick(now_s=now_s, node=view, generation=record, urgent=urgent, received=received)
+        is_due = now_s - self._begun_s >= self.config.persist_s
+        tick = p.Tick(now_s=now_s, node=view, generation=record, urgent=urgent, received=received, is_due=is_due)
         self._run(view, tick if job is None else replace(tick, common=job.common, lacked=job.lacked))
         self._seeker.let_go(view)
 
@@ -171,6 +174,11 @@ class PersistCoordinator:
     def floor(self) -> SnapshotId:
         """Snapshot up to which nothing is left to persist."""
         return self.negotiation.floor
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the time between two persists is over, as far as it was looked at."""
+        return self.negotiation.is_due
 
     @property
     def skipped(self) -> int:
@@ -334,11 +342,14 @@ class PersistCoordinator:
         if self.flush is None:  # before the root is asked for: the pins are the flush's even where that fails
             options = PersistOptions(compression=self.config.compression)
             self.flush = Flush(identity, self._pins.pop(identity, {}), options, self._policy)
+            self._begun_s = time.monotonic()
         self.flush.start(self._connected(), ranks)
 
     def _end_write(self, identity: SnapshotId, outcome: Outcome) -> None:
         if outcome is Outcome.COMMITTED and self._on_commit is not None:
             self._on_commit(self._view)
+        if outcome is not Outcome.COMMITTED:
+            self._begun_s = float("-inf")
         release(self._pins.pop(identity, {}))
         flush, self.flush = self.flush, None
         if flush is None:

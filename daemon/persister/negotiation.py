@@ -47,6 +47,7 @@ class Negotiation:
         candidate: The snapshot that is pinned while no intent is open.
         skipped: Persist steps that were seen complete here and left out, since another was being persisted.
         given_up: Why the last snapshot that was given up was; "" if none was.
+        is_due: Whether enough time has passed since the last persist.
     """
 
     def __init__(self, node_count: int = 1, persist_every: int = 1) -> None:
@@ -56,6 +57,7 @@ class Negotiation:
         self.candidate: SnapshotId | None = None
         self.skipped = 0
         self.given_up = ""
+        self.is_due = True
         self._node_count, self._persist_every = node_count, persist_every
         self._pinned: tuple[int, ...] = ()  # ranks whose slots of the candidate are held
         self._owed = BEFORE_ALL  # to be persisted, or something newer, though it may be overwritten meanwhile
@@ -131,6 +133,7 @@ class Negotiation:
         raise AssertionError(event)
 
     def _tick(self, tick: Tick) -> p.Turn:
+        self.is_due = tick.is_due
         yield from self._hold(tick.node, urgent=tick.urgent)
         if not self._root_is_read:
             if self.candidate is None and not tick.urgent and not tick.node.newest_generation():
@@ -189,10 +192,15 @@ class Negotiation:
 
     def _flagged(self, node: NodeSlots) -> list[SnapshotId]:
         """Return what is to be persisted; if that was released and overwritten, the newest snapshot instead."""
-        flagged = [identity for identity in node.flagged() if identity > self.floor]
+        flagged = [identity for identity in self._marked(node) if identity > self.floor]
         if not flagged and self._owed > self.floor:
             flagged = [identity for identity in node.complete() if identity >= self._owed][-1:]
         return flagged
+
+    def _marked(self, node: NodeSlots) -> list[SnapshotId]:
+        """Return the snapshots that ranks marked; none before it is time, unless one is pinned or another node asks for it."""
+        is_open = self.is_due or self.candidate is not None or any(map(self._is_wanting, self._heard))
+        return node.flagged() if is_open else []
 
     def _pin(self, node: NodeSlots, identity: SnapshotId) -> p.Turn:
         """Hold another candidate; where it has just been overwritten, keep the present one."""
@@ -265,7 +273,7 @@ class Negotiation:
         ]
         # What others have lost while this node held it with its last free slot, over a restart: nobody takes part in it.
         lacked = [identity for identity in tick.lacked if identity < (tick.generation.parent or NOTHING)]
-        flagged = [identity for identity in node.flagged() if identity in alike and identity not in lacked]
+        flagged = [identity for identity in self._marked(node) if identity in alike and identity not in lacked]
         self._search, wanted = next_candidate(
             self._search,
             flagged=flagged,

@@ -82,6 +82,7 @@ class Tick:
             others. None while no ranks carry anything.
         common: Snapshots that all ranks of the job are known to hold; None where that is not known.
         lacked: Those that some hold and others are known to have lost.
+        is_due: Whether enough time has passed since the last persist; else this node only joins others.
     """
 
     now_s: float
@@ -91,6 +92,7 @@ class Tick:
     received: tuple[NodeMessage, ...] | None = None
     common: tuple[SnapshotId, ...] | None = None
     lacked: tuple[SnapshotId, ...] = ()
+    is_due: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -277,7 +277,7 @@ class Daemon:
             self._report(self.persisting, view, alive=bool(self._numbers.get("ranks_alive")))
 
     def _report(self, persisting: PersistCoordinator, view: NodeInventory, *, alive: bool) -> None:
-        lag = sum(identity > persisting.floor for identity in view.flagged())
+        lag = sum(identity > persisting.floor for identity in view.flagged()) if persisting.is_due else 0
         said, numbers = self.extensions.report()
         status = DaemonStatus(
             committed=persisting.committed,

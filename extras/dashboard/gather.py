@@ -36,6 +36,9 @@ class PageSource:
         name: A root, or the id of a job in this machine's memory.
         options: Storage options of the root, KEY=VALUE.
 
+    Attributes:
+        root, store: Where it persists.
+
     Raises:
         RootError, ConfigError: As `open_root`.
     """
@@ -45,31 +48,36 @@ class PageSource:
         config = jobs[name].read_config() if name in jobs else None
         self.root = name if config is None else config.root
         if config is None or options:
-            self._store: Store = open_root(self.root, options)
+            self.store: Store = open_root(self.root, options)
         else:
-            self._store = open_store(config.root, **config.storage_options)
+            self.store = open_store(config.root, **config.storage_options)
         self._finished: dict[str, Points] = {}
 
     def document(self) -> dict[str, Any]:
         """Return everything that is known now; what the root refuses is reported under `error`, and the rest is there."""
-        found: dict[str, Any] = {"root": self._store.url, "now_s": time.time(), "error": ""}
-        directory = self._directory()
+        found: dict[str, Any] = {"root": self.store.url, "now_s": time.time(), "error": ""}
+        directory = self.directory()
         found["job"] = describe(directory) if directory is not None else None
         found["ranks"] = ranks(directory) if directory is not None else []
         try:
-            records = read_history(self._store)
+            records = self.sessions()
             found |= {"summary": summary(records), "sessions": [pack(one) for one in records[-MOST_SESSIONS:]]}
-            incidents = {one.id: one for one in read_incidents(self._store, most=MOST_SESSIONS)}
+            incidents = {one.id: one for one in read_incidents(self.store, most=MOST_SESSIONS)}
             incidents |= {one.id: one for one in (incidents_in(directory.path) if directory is not None else [])}
             found["incidents"] = [as_values(incidents[key]) for key in sorted(incidents)]
             found["curves"] = self._curves(records[-MOST_SESSIONS:], directory)
-            found["checkpoints"] = checkpoints(self._store)
+            found["checkpoints"] = checkpoints(self.store)
         except (FlashckptError, OSError) as error:
             found = {"summary": summary([]), "sessions": [], "curves": [], "checkpoints": [], "incidents": []} | found
             found["error"] = str(error).splitlines()[0]
         return found
 
-    def _directory(self) -> JobDirectory | None:
+    def sessions(self) -> list[SessionRecord]:
+        """Return the sessions that the root remembers."""
+        return read_history(self.store)
+
+    def directory(self) -> JobDirectory | None:
+        """Return this machine's memory of the job."""
         for directory in jobs_in_memory()[0]:
             try:
                 config = directory.read_config()
@@ -87,7 +95,7 @@ class PageSource:
             is_old = record is not records[-1]
             points = self._finished.get(record.key)
             if points is None:
-                points = read_series(self._store, record.key)
+                points = read_series(self.store, record.key)
             if is_old:
                 self._finished[record.key] = points
             mine = [(one.name, one.step, one.value) for one in waiting if one.generation == record.generation]

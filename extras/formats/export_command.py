@@ -24,6 +24,7 @@ from flashckpt.cli.common import (
     show,
     step_option,
 )
+from flashckpt.cli.progress import progress
 from flashckpt.cli.quantity import parse_size
 from flashckpt.core.manifest import Manifest
 from flashckpt.errors import ConfigError
@@ -32,7 +33,7 @@ from flashckpt.interop.casting import parse_dtype, target_dtype
 from flashckpt.interop.outgoing import Outgoing
 from flashckpt.interop.selection import Selection, parse_selection, refuse_clashes, refuse_nothing
 from flashckpt.interop.target import replacing
-from flashckpt.restore.sources import StorageSource
+from flashckpt.restore.sources import Meter, StorageSource
 
 FORMATS = ("safetensors", "torch", "dcp", "torch_checkpointing")
 _SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
@@ -130,7 +131,9 @@ def export(
     skipped = passed_over(store, info) if step is None else []
     with reading(store, info.prefix) as manifest:
         source = StorageSource(store, manifest, info.prefix)
-        done = (_safetensors if kind == "safetensors" else _torch)(wanted, source)
+        with progress("exporting", info.nbytes, quiet=as_json) as advance:
+            source.meter = _ReportingMeter(advance)
+            done = (_safetensors if kind == "safetensors" else _torch)(wanted, source)
     document = {
         "root": store.url,
         "step": info.step,
@@ -143,6 +146,19 @@ def export(
     for problem in skipped:
         click.echo(f"a newer checkpoint cannot be used and was passed over: {problem}", err=True)
     show(document, as_json=as_json, table=lambda: _table(document))
+
+
+class _ReportingMeter(Meter):
+    """Reports what was read."""
+
+    def __init__(self, advance: Callable[[int], None]) -> None:
+        super().__init__()
+        self._advance = advance
+
+    def add(self, nbytes: int, read_s: float, verify_s: float, requests: int = 1) -> None:
+        """Count one read."""
+        super().add(nbytes, read_s, verify_s, requests)
+        self._advance(nbytes)
 
 
 def _outgoing(manifest: Manifest, held: str, name: str, dtype: str | None) -> Outgoing:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,14 @@ from rich.table import Table
 from flashckpt import entry_points
 from flashckpt.checkpoint import direct_writer
 from flashckpt.cli.common import Command, human_bytes, json_option, new_table, parse_options, show
+from flashckpt.cli.progress import progress
 from flashckpt.errors import ConfigError
 from flashckpt.interop.export_command import selection_options
 from flashckpt.interop.incoming import KINDS, Foreign, detect, open_foreign
 from flashckpt.interop.selection import parse_selection
 from flashckpt.storage.factory import is_process_local, open_store
+
+_FORMATS = [*KINDS, *sorted(entry_points.others(entry_points.FORMATS).keys() - {*KINDS})]
 
 
 @click.command("import", cls=Command)
@@ -28,8 +33,9 @@ from flashckpt.storage.factory import is_process_local, open_store
 @click.option(
     "--format",
     "kind",
-    type=click.Choice([*KINDS, *sorted(entry_points.others(entry_points.FORMATS).keys() - {*KINDS})]),
-    help="  [default: what PATH looks like]",
+    type=click.Choice(_FORMATS),
+    metavar="FORMAT",
+    help=f"One of {', '.join(_FORMATS)}.  [default: what PATH looks like]",
 )
 @click.option("--parameters", metavar="FILE", help="Names of the optimizer's parameters, in its order, one to a line.")
 @selection_options
@@ -77,9 +83,11 @@ def import_(
     store = open_store(root, **parse_options(options))
     store.check(write=True)
     place = direct_writer.begin(store, step, world_size=1)
-    direct_writer.write(store, place, 0, foreign.rows, foreign.values, job="import")
-    direct_writer.finish(store, place)
     nbytes = sum(row.shard.nbytes for row in foreign.rows)
+    with progress("importing", nbytes, quiet=as_json) as advance:
+        rows = [replace(row, read=_counted(row.read, advance)) for row in foreign.rows]
+        direct_writer.write(store, place, 0, rows, foreign.values, job="import")
+    direct_writer.finish(store, place)
     document = {
         "from": str(source.absolute()),
         "format": kind,
@@ -94,6 +102,16 @@ def import_(
         "renamed": foreign.renamed,
     }
     show(document, as_json=as_json, table=lambda: _table(document))
+
+
+def _counted(
+    read: Callable[[int, int], memoryview], advance: Callable[[int], None]
+) -> Callable[[int, int], memoryview]:
+    def counted(start: int, stop: int) -> memoryview:
+        advance(stop - start)
+        return read(start, stop)
+
+    return counted
 
 
 def _step(path: str, step: int | None, foreign: Foreign) -> int:

@@ -101,7 +101,7 @@ def begin(store: Store, step: int | None, *, world_size: int) -> CheckpointSlot:
         FencedError: Another generation has claimed the root since this process saved to it.
         RootError, StoreError: The root cannot be used.
     """
-    _refuse_running_job(store.url)
+    refuse_running_job(store.url)
     if step is None:
         newest = newest_checkpoint(store)
         step = 1 if newest is None else newest.step + 1
@@ -122,7 +122,8 @@ def _claim(store: Store, world_size: int) -> Generation:
             return claim
 
 
-def _refuse_running_job(url: str) -> None:
+def refuse_running_job(url: str) -> None:
+    """Raise JobInUseError where a job of this machine, or its daemon, writes to a root."""
     for directory in jobs_in_memory()[0]:
         try:
             config = directory.read_config()

@@ -68,10 +68,14 @@ class Policy:
     Attributes:
         keep_last: Number of newest checkpoints; None keeps all.
         keep_every: Also every checkpoint whose step is a multiple of this; None: no such rule.
+        keep_last_s: Also all that are younger than this, in seconds; 0: no such rule.
+        keep_every_s: Also the first one of each interval of this many seconds; 0: no such rule.
     """
 
     keep_last: int | None = 3
     keep_every: int | None = None
+    keep_last_s: int = 0
+    keep_every_s: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,6 +113,7 @@ def choose_expired(
     abandoned: Collection[SnapshotId] = (),
     kept: Collection[str] = (),
     leased: Collection[str] = (),
+    now_s: float = 0.0,
 ) -> list[CheckpointInfo]:
     """Return the checkpoints to delete, oldest first. Pure.
 
@@ -122,16 +127,25 @@ def choose_expired(
         abandoned: Ids that a later generation rolled back.
         kept: Folders with a keep mark.
         leased: Folders under a lease that has not expired.
+        now_s: Unix seconds, of which ages count back.
     """
     if policy.keep_last is None:
         return []
+    firsts: dict[int, SnapshotId] = {}
+    for info in sorted(infos, key=lambda info: info.identity, reverse=True) if policy.keep_every_s else ():
+        if info.identity not in abandoned and not info.suspects:
+            firsts[int(info.created_s // policy.keep_every_s)] = (
+                info.identity
+            )  # the oldest of its interval is the last here
+    first = set(firsts.values())
     ordered = sorted(infos, key=lambda info: (info.identity not in abandoned, info.identity), reverse=True)
     expired, clean = [], 0
     last = max(1, policy.keep_last)
     for place, info in enumerate(ordered):
         clean += not info.suspects
         every = policy.keep_every and info.step % policy.keep_every == 0 and info.identity not in abandoned
-        is_kept = place < last or (not info.suspects and clean <= last)
+        every = every or info.identity in first
+        is_kept = place < last or (not info.suspects and clean <= last) or now_s - info.created_s < policy.keep_last_s
         if is_kept or every or info.prefix in kept or info.prefix in leased:
             continue
         expired.append(info)
@@ -159,20 +173,37 @@ def prune(store: Store, policy: Policy, *, dry_run: bool = False, now_s: float |
     if not expired:
         return Swept()
     crash_point("persist.before-prune")
-    gone, nbytes = [], 0
+    gone: list[str] = []
+    nbytes = 0
     for start in range(0, len(expired), BATCH):
-        batch = expired[start : start + BATCH]
-        if not dry_run:
-            claimed = _claim(store, batch, now)
-            batch = _bury(store, contents.names, claimed, now)
-        data = data_of(store, batch)
-        nbytes += sum(entry.nbytes for entry in data)
-        gone += batch
-        if not dry_run:
-            store.delete_many([*(entry.key for entry in data), *(KEEP + prefix for prefix in claimed)])
-            crash_point("persist.after-prune")
-            add_entries(store, ((prefix, None) for prefix in batch))
+        done = delete(store, contents.names, expired[start : start + BATCH], dry_run=dry_run, now_s=now)
+        gone += done.checkpoints
+        nbytes += done.nbytes
     return Swept(checkpoints=tuple(gone), nbytes=nbytes)
+
+
+def delete(
+    store: Store, names: RootNames, batch: Sequence[str], *, dry_run: bool = False, now_s: float | None = None
+) -> Swept:
+    """Delete at most BATCH checkpoints in the order above; return those whose data went, or as a dry run would go.
+
+    Args:
+        store: The root.
+        names: Those of the root, read before `batch` was chosen.
+        batch: Their folders.
+        dry_run: Delete nothing.
+        now_s: Unix seconds.
+    """
+    now = time.time() if now_s is None else now_s
+    if not dry_run:
+        claimed = _claim(store, batch, now)
+        batch = _bury(store, names, claimed, now)
+    data = data_of(store, batch)
+    if not dry_run:
+        store.delete_many([*(entry.key for entry in data), *(KEEP + prefix for prefix in claimed)])
+        crash_point("persist.after-prune")
+        add_entries(store, ((prefix, None) for prefix in batch))
+    return Swept(checkpoints=tuple(batch), nbytes=sum(entry.nbytes for entry in data))
 
 
 def _claim(store: Store, batch: Sequence[str], now: float) -> list[str]:
@@ -209,12 +240,12 @@ def _expired(store: Store, policy: Policy, contents: RootContents, now: float) -
     generations = read_generations(store)
     abandoned = {info.identity for info in infos if is_rolled_back(info.identity, generations)}
     kept, leased = kept_prefixes(store), leased_prefixes(store, now_s=now)
-    if not choose_expired(infos, policy, abandoned=abandoned, kept=kept, leased=leased):
+    if not choose_expired(infos, policy, abandoned=abandoned, kept=kept, leased=leased, now_s=now):
         return []
     counted = (i for i in infos if i.identity not in abandoned and not i.suspects)
     bad = _damaged(store, counted, min(_VERIFIED, max(1, policy.keep_last)))
     infos = [info for info in infos if info.prefix not in bad]
-    return choose_expired(infos, policy, abandoned=abandoned, kept=kept, leased=leased)
+    return choose_expired(infos, policy, abandoned=abandoned, kept=kept, leased=leased, now_s=now)
 
 
 def _damaged(store: Store, newest_first: Iterable[CheckpointInfo], wanted: int) -> set[str]:

@@ -14,10 +14,11 @@ import click
 from flashckpt.checkpoint.catalog import CheckpointInfo, list_checkpoints
 from flashckpt.checkpoint.choice import choose_checkpoint
 from flashckpt.checkpoint.generations import read_generations
+from flashckpt.checkpoint.marks import NAME, names_of
 from flashckpt.cli.output import FittingTable, OutputConsole
 from flashckpt.core.lineage import is_rolled_back
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.errors import ConfigError, FlashckptError
+from flashckpt.errors import ConfigError, FlashckptError, NoCheckpointError
 from flashckpt.printable import printable, to_json
 from flashckpt.shm.job_directory import JobDirectory, jobs_in_memory
 from flashckpt.shm.job_id import root_url
@@ -36,6 +37,27 @@ class Command(click.Command):
         if kwargs.get("help"):  # a line with a backspace character alone tells click not to wrap the paragraph
             kwargs["help"] = re.sub(r"\n\n(?=Examples?:|STATE )", "\n\n\b\n", inspect.cleandoc(kwargs["help"]))
         super().__init__(*args, **kwargs)
+
+
+def complete_step(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
+    """Complete a step by those of ROOT, newest first; nothing where it cannot be read."""
+    del parameter
+    # behind `--step` click has not come to the arguments yet
+    root, options = context.params.get("root") or next(iter(context.args), ""), context.params.get("options") or ()
+    try:
+        store = open_root(str(root), options)
+        infos, named = list_checkpoints(store), names_of(store)
+    except (FlashckptError, OSError):
+        return []
+    steps = [info.step for info in infos]
+    numbers = [f"{i.step}.g{i.generation}" if steps.count(i.step) > 1 else str(i.step) for i in infos]
+    return [one for one in [*numbers, *named] if one.startswith(begun)]
+
+
+def complete_job(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
+    """Complete the id of a job by those in this machine's memory."""
+    del context, parameter
+    return [one.job for one in jobs_in_memory()[0] if one.job.startswith(begun)]
 
 
 def json_option(function: Function) -> Function:
@@ -68,7 +90,11 @@ def root_options(function: Function) -> Function:
 def step_option(function: Function) -> Function:
     """Add --step."""
     return click.option(
-        "--step", "step", metavar="STEP[.gN]", help="Checkpoint, e.g. 120 or 120.g3  [default: the newest valid one]"
+        "--step",
+        "step",
+        metavar="STEP[.gN]",
+        help="Checkpoint, e.g. 120 or 120.g3  [default: the newest valid one]",
+        shell_complete=complete_step,
     )(function)
 
 
@@ -95,13 +121,22 @@ def open_root(root: str, options: tuple[str, ...] = ()) -> Store:
 
 
 def choose(store: Store, step: str | None) -> CheckpointInfo:
-    """Return the checkpoint `step` ("120" or "120.g3") names, or the newest valid one; errors as `choose_checkpoint`."""
-    if step is None:
-        return choose_checkpoint(store)
+    """Return the checkpoint `step` ("120", "120.g3" or a name) names, or the newest valid one; errors as `choose_checkpoint`."""
+    if step is not None and NAME.fullmatch(step) and (mark := names_of(store).get(step)) is not None:
+        step = mark.prefix
+    return choose_checkpoint(store, *((None, None) if step is None else identity_of(step)))
+
+
+def identity_of(step: str) -> tuple[int, int | None]:
+    """Return step and generation, None where it is not named, of "120" or "120.g3"."""
     number, _, generation = step.removeprefix("step-").partition(".g")
     if not _NUMBER.fullmatch(number) or (generation and not _NUMBER.fullmatch(generation)):
-        raise ConfigError("a step cannot be read", found=step, expected="STEP or STEP.gN, e.g. 120 or 120.g3")
-    return choose_checkpoint(store, int(number), int(generation) if generation else None)
+        raise ConfigError(
+            "a step cannot be read",
+            found=step,
+            expected="STEP or STEP.gN, e.g. 120 or 120.g3, or a name that `flashckpt keep` gave",
+        )
+    return int(number), int(generation) if generation else None
 
 
 def passed_over(store: Store, chosen: CheckpointInfo) -> list[str]:
@@ -124,6 +159,18 @@ def jobs_on_this_machine(root: str | None = None) -> list[JobDirectory]:
     found, skipped = jobs_in_memory()
     tell_skipped(skipped)
     return [directory for directory in found if root is None or _root_of(directory) == root_url(root)]
+
+
+def job_named(name: str) -> JobDirectory:
+    """Return the job of this machine's memory with this id or root; NoCheckpointError where there is none."""
+    found = jobs_on_this_machine()
+    for one in [one for one in found if one.job == name] + [one for one in found if _root_of(one) == root_url(name)]:
+        return one
+    raise NoCheckpointError(
+        f"no job {name} is in this machine's memory",
+        found=", ".join(one.job for one in found[:5]),
+        remedy="flashckpt status names those that are; ask on a node of the job",
+    )
 
 
 def tell_skipped(skipped: Sequence[Skipped]) -> list[dict[str, str]]:

@@ -31,9 +31,25 @@ def compare(a: StorageSource, b: StorageSource) -> dict[str, Any]:
         "only_a": sorted(names_a - names_b),
         "only_b": sorted(names_b - names_a),
         "equal": len(both) - len(found),
+        "groups": _groups(both, found),
         "tensors": found,
         "values": {key: [plain(values_a.get(key)), plain(values_b.get(key))] for key in differing},
     }
+
+
+def _groups(both: Sequence[str], found: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return by tracked name how many tensors both have, how many of them differ, and which does most."""
+    groups: dict[str, dict[str, Any]] = {}
+    for fqn in both:
+        groups.setdefault(fqn.partition(".")[0], {"tensors": 0, "differing": 0, "most": "", "max_abs": 0.0})[
+            "tensors"
+        ] += 1
+    for one in found:
+        group = groups[one["fqn"].partition(".")[0]]
+        group["differing"] += 1
+        if (one["max_abs"] or 0.0) >= group["max_abs"]:
+            group |= {"most": one["fqn"], "max_abs": one["max_abs"] or 0.0}
+    return groups
 
 
 def _equal(a: dict[str, Any], b: dict[str, Any], key: str) -> bool:

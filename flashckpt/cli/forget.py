@@ -7,7 +7,16 @@ from typing import Any
 import click
 from rich.console import Group
 
-from flashckpt.cli.common import Command, human_age, human_bytes, jobs_on_this_machine, json_option, new_table, show
+from flashckpt.cli.common import (
+    Command,
+    complete_job,
+    human_age,
+    human_bytes,
+    jobs_on_this_machine,
+    json_option,
+    new_table,
+    show,
+)
 from flashckpt.errors import ConfigError, JobInUseError
 from flashckpt.shm.gc import DeadMemory, dead_memory, remove
 from flashckpt.shm.job_directory import JobDirectory
@@ -16,7 +25,7 @@ from flashckpt.shm.job_id import job_id
 
 @click.command(cls=Command)
 @click.argument("root", required=False, type=click.Path())
-@click.option("--job", metavar="ID", help="This job, instead of those of ROOT.")
+@click.option("--job", metavar="ID", shell_complete=complete_job, help="This job, instead of those of ROOT.")
 @click.option("--apply", "do_it", is_flag=True, help="Do it; without it only show what would be done.")
 @click.option(
     "--keep-memory",

@@ -12,6 +12,7 @@ from flashckpt.checkpoint.retention import Policy, prune
 from flashckpt.checkpoint.sweeping import sweep
 from flashckpt.cli.common import (
     Command,
+    complete_job,
     human_age,
     human_bytes,
     json_option,
@@ -21,20 +22,43 @@ from flashckpt.cli.common import (
     show,
     tell_skipped,
 )
+from flashckpt.cli.progress import working
+from flashckpt.core.settings import Settings, duration_s
 from flashckpt.errors import JobInUseError, SharedMemoryError
 from flashckpt.shm.gc import DeadMemory, look, remove
+
+
+class _Kept(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic from click 8.4 on
+    """A number of checkpoints or steps, or a time."""
+
+    name = "kept"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        """Return it as `Checkpointer` takes it."""
+        found = int(str(value)) if str(value).isascii() and str(value).isdigit() else value
+        if isinstance(found, int) and found >= 1:
+            return found
+        if duration_s(found) is None:
+            self.fail(f"{value!r} is no number from 1 and no time such as 30min, 2h or 7d", param, ctx)
+        return str(found)
+
+
+_KEPT = _Kept()
 
 
 @click.command(cls=Command)
 @click.argument("root", required=False, type=click.Path())
 @click.option("-o", "options", metavar="KEY=VALUE", multiple=True, help="Storage option of ROOT.")
 @click.option("--apply", "do_it", is_flag=True, help="Remove; without it only show what would be removed.")
-@click.option("--job", metavar="NAME", help="Remove the memory of this dead job, however young it is.")
 @click.option(
-    "--keep-last", type=click.IntRange(min=1), metavar="N", help="With ROOT: prune to this many newest checkpoints."
+    "--job",
+    metavar="NAME",
+    shell_complete=complete_job,
+    help="Remove the memory of this dead job, however young it is.",
 )
+@click.option("--keep-last", type=_KEPT, metavar="N|TIME", help="With ROOT: prune to this many newest, or e.g. to 7d.")
 @click.option(
-    "--keep-every", type=click.IntRange(min=1), metavar="N", help="With ROOT: also keep steps divisible by this."
+    "--keep-every", type=_KEPT, metavar="N|TIME", help="With ROOT: also keep steps divisible by this, or one per 1h."
 )
 @json_option
 def gc(
@@ -43,8 +67,8 @@ def gc(
     options: tuple[str, ...],
     do_it: bool,
     job: str | None,
-    keep_last: int | None,
-    keep_every: int | None,
+    keep_last: int | str | None,
+    keep_every: int | str | None,
     as_json: bool,
 ) -> int:
     """Show, and with --apply remove, what is not needed any more.
@@ -69,10 +93,13 @@ def gc(
     storage: dict[str, Any] = {}
     if root is not None:
         store = open_root(root, options)
-        swept = sweep(store, dry_run=not do_it)
-        pruned = None
-        if keep_last is not None:
-            pruned = prune(store, Policy(keep_last=keep_last, keep_every=keep_every), dry_run=not do_it)
+        with working("looking for what is not needed" if not do_it else "removing", quiet=as_json):
+            swept = sweep(store, dry_run=not do_it)
+            pruned = None
+            if keep_last is not None:
+                rule = Settings(keep_last=keep_last, keep_every=keep_every).for_persister()
+                policy = Policy(**{name: value for name, value in rule.items() if name.startswith("keep")})
+                pruned = prune(store, policy, dry_run=not do_it)
         storage = {
             "orphans": swept.orphans,
             "temporary": swept.temporary,

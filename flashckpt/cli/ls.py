@@ -11,6 +11,7 @@ from rich.table import Table
 
 from flashckpt.checkpoint.catalog import CheckpointInfo, RootContents, read_contents
 from flashckpt.checkpoint.choice import refuse_empty
+from flashckpt.checkpoint.marks import named_marks
 from flashckpt.checkpoint.retention import kept_prefixes
 from flashckpt.checkpoint.root_records import parallel, parse_prefix
 from flashckpt.cli.common import (
@@ -69,7 +70,7 @@ def _state(info: CheckpointInfo, left: Collection[SnapshotId]) -> str:
 
 def _storage_rows(store: Store, contents: RootContents) -> list[dict[str, Any]]:
     left = abandoned(store, list(contents.infos))
-    kept = kept_prefixes(store)
+    kept, names = kept_prefixes(store), {mark.prefix: name for name, mark in named_marks(store)}
     rows = [
         {
             "step": info.step,
@@ -81,6 +82,7 @@ def _storage_rows(store: Store, contents: RootContents) -> list[dict[str, Any]]:
             "tensors": info.tensors,
             "world_size": info.world_size,
             "kept": info.prefix in kept,
+            "name": names.get(info.prefix, ""),
             "parent": info.parent,
             "problem": info.problem,
             "suspect": info.suspects > 0,
@@ -156,7 +158,13 @@ def _table(rows: list[dict[str, Any]]) -> Table:
             "" if row["world_size"] is None else str(row["world_size"]),
             row["problem"]
             or "suspect: NaN or infinity" * row.get("suspect", False)
-            or ("kept" if row["kept"] else _of(row.get("replica_of")) or _with(row)),
+            or (
+                f"kept as {row['name']}"
+                if row.get("name")
+                else "kept"
+                if row["kept"]
+                else _of(row.get("replica_of")) or _with(row)
+            ),
         )
     return table
 

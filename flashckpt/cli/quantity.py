@@ -100,3 +100,8 @@ def show_bytes(nbytes: float) -> str:
 def show_rate(bytes_per_s: float) -> str:
     """Return GB/s with GiB/s in brackets."""
     return f"{bytes_per_s / 10**9:.3g} GB/s ({bytes_per_s / 2**30:.3g} GiB/s)"
+
+
+def as_setting(seconds: float) -> str:
+    """Return a time as `persist_every` takes it: "45s", "10min"."""
+    return f"{max(1, math.ceil(seconds))}s" if seconds < 120 else f"{math.ceil(seconds / 60)}min"

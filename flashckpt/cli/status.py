@@ -15,7 +15,7 @@ from rich.text import Text
 
 from flashckpt.checkpoint.history import SessionRecord, read_history, summary
 from flashckpt.checkpoint.incidents import read_incidents
-from flashckpt.cli.common import Command, json_option, open_root, show, tell_skipped
+from flashckpt.cli.common import Command, complete_job, json_option, open_root, show, tell_skipped
 from flashckpt.cli.replicas import replication
 from flashckpt.cli.status_page import MOST_VERDICTS, in_short, page, table
 from flashckpt.cli.status_page import sessions as sessions_table
@@ -35,7 +35,7 @@ from flashckpt.shm.segment import Segment
 @click.command(cls=Command)
 @click.argument("root", required=False, type=click.Path())
 @click.option("-o", "options", metavar="KEY=VALUE", multiple=True, help="Storage option of ROOT.")
-@click.option("--job", help="Only this job.")
+@click.option("--job", shell_complete=complete_job, help="Only this job.")
 @click.option("--all", "everything", is_flag=True, help="One row per job, with every column; dead jobs too.")
 @json_option
 def status(root: str | None, options: tuple[str, ...], job: str | None, everything: bool, as_json: bool) -> int:

@@ -31,7 +31,7 @@ def page(found: Sequence[Job], copied_by: str) -> Group:
     lines: list[str] = []
     for one in found:
         if one["alive"] or one["daemon_alive"]:
-            lines += _block(one, copied_by)
+            lines += block(one, copied_by)
     dead = [one for one in found if not (one["alive"] or one["daemon_alive"])]
     lines += _dead(dead) if dead else []
     if not found:
@@ -40,8 +40,9 @@ def page(found: Sequence[Job], copied_by: str) -> Group:
     return Group(*(Text(printable(line), overflow="fold") for line in lines))
 
 
-def _block(one: Job, copied_by: str) -> Iterator[str]:
-    state = "RUNNING " if one["alive"] else "FLUSHING"
+def block(one: Job, copied_by: str) -> Iterator[str]:
+    """Yield the lines of one job."""
+    state = "RUNNING " if one["alive"] else "FLUSHING" if one["daemon_alive"] else "STOPPED "
     yield f"{state}  {one['root'] or 'no root known'}  (job {one['job']})"
     step = "no step yet" if one["step"] is None or one["step"] < 0 else f"step {one['step']}"
     share = "" if one["goodput"] is None else f"   goodput {one['goodput']:.1%}"

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import click
 import numpy as np
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
 from flashckpt.checkpoint.catalog import CheckpointInfo, list_checkpoints, read_manifest
@@ -26,7 +25,8 @@ from flashckpt.cli.common import (
     step_option,
 )
 from flashckpt.cli.numbers import numbers_of, words_of
-from flashckpt.cli.output import OutputConsole
+from flashckpt.cli.progress import progress
+from flashckpt.core.shard_table import ShardTable
 from flashckpt.errors import DamagedError, FlashckptError
 from flashckpt.planning.pieces import GAP_BYTES, JOB_BYTES
 from flashckpt.restore.sources import Spans, StorageSource
@@ -60,7 +60,7 @@ def verify(
     if step is None and not everything:  # newer checkpoints that are damaged
         broken = [info for info in list_checkpoints(store, damaged=True, whole=True) if info.problem]
         infos = [*(info for info in broken if info.identity > infos[0].identity), *infos]
-    with _progress(sum(info.nbytes for info in infos), quiet=as_json) as advance:
+    with progress("verifying", sum(info.nbytes for info in infos), quiet=as_json) as advance:
         results = [verify_checkpoint(store, info, advance) for info in infos]
     if numbers:
         for result in results:
@@ -108,7 +108,7 @@ def verify_checkpoint(store: Store, info: CheckpointInfo, advance: Callable[[int
         return found
 
     with ThreadPoolExecutor(THREADS, thread_name_prefix="flashckpt-verify") as pool:
-        damaged = [one for found in pool.map(check, _requests(source)) for one in found]
+        damaged = [one for found in pool.map(check, requests_of(manifest.table)) for one in found]
     return result | {"nbytes": int(manifest.table.nbytes.sum()), "damaged": damaged}
 
 
@@ -126,9 +126,8 @@ def _damage(tensor: str, error: Exception) -> dict[str, str]:
     return {"tensor": tensor, "problem": error.problem + (f": {error.found}" if error.found else "")}
 
 
-def _requests(source: StorageSource) -> list[list[Span]]:
+def requests_of(table: ShardTable) -> list[list[Span]]:
     """Return all chunks of a checkpoint, neighbours in one object together, as a restore of everything reads them."""
-    table = source.manifest.table
     order = np.lexsort((table.byte_offset, table.object_id))
     requests: list[list[Span]] = []
     last_object, first, last = -1, 0, 0
@@ -144,23 +143,6 @@ def _requests(source: StorageSource) -> list[list[Span]]:
                 last_object, first = number, place + start
             last = place + span.stop
     return requests
-
-
-class _progress:  # noqa: N801 -- a context manager that reads like a function
-    """A progress bar on standard error; nothing where it is no terminal."""
-
-    def __init__(self, total: int, *, quiet: bool) -> None:
-        columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-        console = OutputConsole(stderr=True)
-        self._bar = Progress(*columns, console=console, disable=quiet or not console.is_terminal, transient=True)
-        self._task = self._bar.add_task("", total=total)
-
-    def __enter__(self) -> Callable[[int], None]:
-        self._bar.start()
-        return lambda nbytes: self._bar.advance(self._task, nbytes)
-
-    def __exit__(self, *details: object) -> None:
-        self._bar.stop()
 
 
 def _table(results: list[dict[str, Any]]) -> Table:

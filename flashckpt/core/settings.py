@@ -23,6 +23,9 @@ MOST_REPLICAS = 2
 """Most partners of a node."""
 MAX_COMPRESSION_LEVEL = 19
 _COMPRESSIONS = f'"off", "auto", "zstd" or "zstd:LEVEL" with LEVEL 1 to {MAX_COMPRESSION_LEVEL}'
+_UNITS_S = {"s": 1, "min": 60, "h": 3600, "d": 86400}
+CONTINUOUS = "continuous"
+"""`persist_every` of who persists whenever no write is running."""
 _OF_GENERATORS = ("get_state", "getstate", "bit_generator", "state_dict")
 """Methods of which generators of torch, Python and numpy, and wrappers of them, have one."""
 
@@ -32,6 +35,13 @@ def whole_number(value: object, *, least: int, most: int = MAX_STEP) -> int | No
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         return None
     return int(value) if least <= int(value) <= most else None
+
+
+def duration_s(value: object) -> int | None:
+    """Return the seconds of "30s", "10min", "2h" or "7d"; None for anything else."""
+    unit = value.lstrip("0123456789") if isinstance(value, str) else ""
+    number, scale = str(value)[: len(str(value)) - len(unit)], _UNITS_S.get(unit.removeprefix(" "))
+    return int(number) * scale if scale and number and number[0] != "0" and len(number) <= 7 else None
 
 
 def compression_level(value: object) -> int | None:
@@ -89,21 +99,30 @@ def checked(name: str, value: object, *, called: str = "") -> Any:
 
 
 def _whole(
-    default: object, unit: str, *, least: int = 1, most: int = MAX_STEP, words: Mapping[Any, Any] | None = None
+    default: object,
+    unit: str,
+    *,
+    least: int = 1,
+    most: int = MAX_STEP,
+    words: Mapping[Any, Any] | None = None,
+    or_time: bool = False,
 ) -> Any:
-    """Return the field of a setting that is a whole number, or one of some words."""
+    """Return the field of a setting that is a whole number, one of some words, or with `or_time` a duration."""
     known = words or {}
 
     def take(_: str, value: object) -> Any:
         for word, meaning in known.items():
             if value is meaning or (type(value) is type(word) and value == word):
                 return meaning
+        if or_time and duration_s(value) is not None:
+            return value
         if (number := whole_number(value, least=least, most=most)) is None:
             raise ValueError
         return number
 
     bounds = f"at least {least}" if most == MAX_STEP else f"{least} to {most}"
     or_word = "".join(f", or {json.dumps(word)}" for word in known)
+    or_word += ', or a time ("30s", "10min", "2h", "7d")' if or_time else ""
     return field(default=default, metadata={"rule": Rule(f"{unit}, {bounds}{or_word}", take, known)})
 
 
@@ -158,9 +177,11 @@ class Settings:
     root: str = ""
     job: str = ""
     snapshot_every: int = _whole(5, "a number of steps")
-    persist_every: int | None = _whole(250, "a number of steps", words={"never": None})
-    keep_last: int | None = _whole(3, "a number of checkpoints", words={"all": None})
-    keep_every: int | None = _whole(None, "a number of steps", words={"none": None})
+    persist_every: int | str | None = _whole(
+        250, "a number of steps", words={"never": None, CONTINUOUS: CONTINUOUS}, or_time=True
+    )
+    keep_last: int | str | None = _whole(3, "a number of checkpoints", words={"all": None}, or_time=True)
+    keep_every: int | str | None = _whole(None, "a number of steps", words={"none": None}, or_time=True)
     slots: int | str = _whole("auto", "a number of slots", least=MIN_SLOTS, most=MAX_SLOTS, words={"auto": "auto"})
     storage_options: dict[str, Any] = field(
         default_factory=dict, metadata={"rule": Rule("a mapping of names to values, or None", _options)}
@@ -198,7 +219,25 @@ class Settings:
 
     def newest_persist(self, step: int) -> int:
         """Return the newest step up to `step` that is to be persisted by its number; 0: none."""
-        return step // self.persist_every * self.persist_every if self.persist_every else 0
+        every = self.persist_every
+        if every.__class__ is str:  # no call: each step asks
+            every = self.snapshot_every
+        return step // every * every if every else 0  # type: ignore[operator,return-value]
+
+    def for_persister(self) -> dict[str, Any]:
+        """Return the fields of `JobConfig` that say when to persist and what to keep: numbers, and seconds where it is a time."""
+        seconds: dict[str, int] = {}
+        for name in ("persist_every", "keep_last", "keep_every"):
+            if (value := getattr(self, name)).__class__ is str:
+                seconds[name] = duration_s(value) or 0  # "continuous": whenever no write is running
+        return {
+            "persist_every": self.snapshot_every if "persist_every" in seconds else self.persist_every,
+            "persist_s": seconds.get("persist_every", 0),
+            "keep_last": 1 if "keep_last" in seconds else self.keep_last,
+            "keep_last_s": seconds.get("keep_last", 0),
+            "keep_every": None if "keep_every" in seconds else self.keep_every,
+            "keep_every_s": seconds.get("keep_every", 0),
+        }
 
     def plain(self) -> dict[str, Any]:
         """Return the settings as a file holds them, where None is a word ("never", "all")."""

@@ -43,9 +43,10 @@ class Checkpointer:
         root: URL or path of the checkpoint root, e.g. "s3://bucket/run" or "/data/run".
         snapshot_every: Steps between snapshots in memory.
         persist_every: Steps between checkpoints on storage; a snapshot is always taken there. None: only by
-            `step(persist=True)` and `wait()`.
-        keep_last: Checkpoints to keep; None keeps all.
-        keep_every: Also keep every checkpoint whose step is a multiple of this.
+            `step(persist=True)`, `wait()` and `flashckpt persist`. Or a time ("30s", "10min", "2h") between two: the newest
+            snapshot then; or "continuous": the newest one whenever no write is running.
+        keep_last: Checkpoints to keep; None keeps all. Or a time: those that are younger, and the newest.
+        keep_every: Also keep every checkpoint whose step is a multiple of this. Or a time: the first one of each such interval.
         job: Job id; by default FLASHCKPT_JOB_ID, the scheduler's id, or a digest of the root.
         slots: Snapshots in memory per rank, 2 to 8, or "auto" for 3 where they fit and else 2.
         storage_options: Passed to the store.
@@ -76,9 +77,9 @@ class Checkpointer:
         root: str | os.PathLike[str],
         *,
         snapshot_every: int = 5,
-        persist_every: int | None = 250,
-        keep_last: int | None = 3,
-        keep_every: int | None = None,
+        persist_every: int | str | None = 250,
+        keep_last: int | str | None = 3,
+        keep_every: int | str | None = None,
         job: str | None = None,
         slots: int | str = "auto",
         storage_options: Mapping[str, Any] | None = None,

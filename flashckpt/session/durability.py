@@ -202,6 +202,7 @@ class Waiting:
         known: The snapshots that all ranks hold, and those that are unrecoverable.
         holds: Whether this rank holds a snapshot COMPLETE.
         alive: Called repeatedly as a heartbeat: slow storage is not a hang.
+        by_time: Whether the persister waits for its time unless it is asked.
     """
 
     wanted: Wanted
@@ -212,6 +213,7 @@ class Waiting:
     known: Callable[[], AckedSnapshots]
     holds: Callable[[Identity], bool]
     alive: Callable[[], None]
+    by_time: bool = False
     _asked_ns: int = 0
     _newest_asked: bool = False
     _looked_s: float = float("-inf")
@@ -245,7 +247,11 @@ class Waiting:
         if status is not None and status.error:
             self._retry(status)
         self._ask_for_newest_if_gone()
-        if self.wanted.owed is None and self.wanted.taken == self.wanted.restored and status is not None:
+        if (
+            self.wanted.owed is None
+            and (self.by_time or self.wanted.taken == self.wanted.restored)
+            and status is not None
+        ):
             self._ask_for_newest()  # it need not be of a persist step
         self._look_for_daemon(status)
         return False
@@ -299,7 +305,8 @@ class Waiting:
             self._ask_for_newest()
 
     def _ask_for_newest(self) -> None:
-        if not self._newest_asked:
+        # again where it was answered before all ranks of the node held what is waited for
+        if not self._newest_asked or (self.by_time and self.directory.asked_ns("persist-now") is None):
             self.directory.request("persist-now")
             self._newest_asked = True
 

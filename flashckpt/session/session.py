@@ -359,6 +359,7 @@ class Session:
             known=self._watermark.known,
             holds=self._holds,
             alive=self.heartbeat,
+            by_time=self._settings.for_persister()["persist_s"] > 0,
         ).run()
         self._committed.look()
 

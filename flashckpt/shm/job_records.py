@@ -36,6 +36,9 @@ class JobConfig:
     keep_last: int | None = 3
     keep_every: int | None = None
     persist_every: int | None = None
+    persist_s: int = 0
+    keep_last_s: int = 0
+    keep_every_s: int = 0
     compression: str = "off"
     world_size: int = 1
     node_count: int = 1

@@ -35,6 +35,7 @@ class Setup:
         slots: Per rank.
         step_s: Seconds of a step; each is a snapshot step.
         persist_every: Steps.
+        persist_s: Least seconds between two persists.
         copy_s: Seconds that a snapshot takes.
         discards: Share of snapshots that a rank discards.
         keep_last, keep_every: Retention.
@@ -47,6 +48,7 @@ class Setup:
     slots: int = 3
     step_s: float = 5.0
     persist_every: int = 6
+    persist_s: int = 0
     copy_s: float = 1.0
     discards: float = 0.0
     keep_last: int | None = 3
@@ -296,7 +298,7 @@ class Job:
             if rank.local == 0:
                 config = JobConfig(
                     job="job", root="sim://root", keep_last=self.setup.keep_last, keep_every=self.setup.keep_every,
-                    persist_every=self.setup.persist_every, world_size=len(ranks), node_count=self.wanted,
+                    persist_every=self.setup.persist_every, persist_s=self.setup.persist_s, world_size=len(ranks), node_count=self.wanted,
                     node=rank.node.index,
                 )  # fmt: skip
                 directory = rank.node.directory

@@ -175,9 +175,9 @@ MUTANTS = [
            "store.delete_many([info.key for info in store.list(INTENTS) if _is_decided(info.key, newest)])", "pass"),
     # retention
     Mutant("data before its tombstone", f"{_C}/retention.py",
-           "            batch = _bury(store, contents.names, claimed, now)\n        data = data_of(store, batch)\n",
-           "            store.delete_many([e.key for e in data_of(store, batch)])\n            batch = _bury(store, contents.names, "
-           "claimed, now)\n        data = data_of(store, batch)\n"),
+           "        batch = _bury(store, names, claimed, now)\n    data = data_of(store, batch)\n",
+           "        store.delete_many([e.key for e in data_of(store, batch)])\n        batch = _bury(store, names, "
+           "claimed, now)\n    data = data_of(store, batch)\n"),
     Mutant("a keep mark that comes late is not seen", f"{_C}/retention.py",
            "claimed = _claim(store, batch, now)", "claimed = batch"),
     Mutant("a keep mark is given in spite of a deletion", f"{_C}/retention.py",

@@ -316,7 +316,10 @@ def draw(seed: int, **fixed: object) -> tuple[Setup, list[Fault]]:
         "keep_last": random.choice((1, 2, 3)),
         "keep_every": random.choice((None, None, 20)),
         "latency_s": random.choice((0.005, 0.02, 0.15)),
-    } | fixed
+    }
+    if Random(f"{seed} time").random() < 0.25:  # every snapshot may be persisted, and the clock says when
+        values |= {"persist_every": 1, "persist_s": 20}
+    values |= fixed
     setup = Setup(**values)  # type: ignore[arg-type]
     kinds = random.sample(sorted(KINDS), random.choice((1, 2, 3, 5, 8)))
     count = random.choice((1, 3, 8, 20))

@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 
 from flashckpt.bench.layouts import DEFAULTS, PUBLISHED
-from flashckpt.cli.quantity import show_bytes, show_rate, show_s
+from flashckpt.cli.quantity import as_setting, show_bytes, show_rate, show_s
 
 SECONDS = {
     "memcpy_s": "plain copy of the state",
@@ -75,7 +75,18 @@ def tables(document: Mapping[str, Any]) -> Iterator[Table]:
 def notes(document: Mapping[str, Any]) -> list[str]:
     """Return the rest of the figures, one line each."""
     results = document["results"]
-    return [*_training_notes(results), *_persist_notes(results), *_place_notes(results)]
+    return [*_training_notes(results), *_persist_notes(results), *_place_notes(results), *_use(document)]
+
+
+def _use(document: Mapping[str, Any]) -> list[str]:
+    """Return the line of a program for what was measured of a store: a tenth of the time is spent on writing at most."""
+    durable = document["results"]["summary_s"].get("durable_s")
+    if document["kind"] != "store" or durable is None:
+        return []
+    asked, time = document["arguments"], as_setting(max(10, durable["median"] * 10))
+    compression = "" if asked.get("compression", "off") == "off" else f', compression="{asked["compression"]}"'
+    size = show_bytes(asked["size"])
+    return [f'for {size} per node: Checkpointer("{asked["url"]}", persist_every="{time}"{compression})']
 
 
 def _training_notes(results: Mapping[str, Any]) -> list[str]:

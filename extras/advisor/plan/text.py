@@ -10,7 +10,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from flashckpt.cli.quantity import show_bytes, show_rate, show_s
+from flashckpt.cli.quantity import as_setting, show_bytes, show_rate, show_s
 
 
 def headline(plan: Mapping[str, Any]) -> list[str]:
@@ -27,6 +27,7 @@ def headline(plan: Mapping[str, Any]) -> list[str]:
             f"snapshot every {show_s(chosen['snapshot_s'])}{_steps(chosen)}, persist every {chosen['persist_every']}"
             f" snapshots ({show_s(chosen['persist_s'])})"
         ),
+        f"  {_use(chosen)}",
         (
             f"  goodput {chosen['goodput']:.2%} = 100 % - stall {chosen['stall']:.2%} - recompute {chosen['recompute']:.2%}"
             f" - restart {chosen['restart']:.2%}; {plan['lost_gpu_hours_per_day']:,.0f} GPU-hours lost per day"
@@ -77,6 +78,12 @@ def _shown(name: str, value: float) -> str:
     if name.endswith("bytes_per_s"):
         return show_rate(value)
     return show_s(value) if name.endswith("_s") else str(value)
+
+
+def _use(chosen: Mapping[str, Any]) -> str:
+    """Return the line of a program."""
+    steps = f"snapshot_every={chosen['snapshot_steps']}, " if chosen.get("snapshot_steps") else ""
+    return f'Checkpointer(root, {steps}persist_every="{as_setting(chosen["persist_s"])}")'
 
 
 def _steps(choice: Mapping[str, Any]) -> str:

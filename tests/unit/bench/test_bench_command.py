@@ -186,3 +186,14 @@ def test_error_has_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[s
         main(["bench", "store", str(tmp_path), "--size", "1MiB"])
     assert stopped.value.code == RootError.exit_code
     assert "not empty" in capsys.readouterr().err
+
+
+def test_a_store_ends_in_the_line_of_a_program() -> None:
+    from flashckpt.bench.table import _use
+
+    asked = {"url": "s3://b/scratch", "size": 10**9, "compression": "zstd"}
+    for seconds, time in ((0.2, "10s"), (2.31, "24s"), (60.0, "10min")):
+        made = {"kind": "store", "arguments": asked, "results": {"summary_s": {"durable_s": {"median": seconds}}}}
+        (line,) = _use(made)
+        assert line.endswith(f'Checkpointer("s3://b/scratch", persist_every="{time}", compression="zstd")')
+    assert not _use({**made, "kind": "shm"})

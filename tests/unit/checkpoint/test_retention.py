@@ -497,3 +497,38 @@ def test_a_lease_is_renewed_after_an_error_that_nobody_foresaw(
     with leased(store, prefix_of(1, 10), seconds=0.03):
         wait_for(lambda: len(renewals) > 2, what="another renewal")
     assert "could not be renewed: a client's own" in caplog.text
+
+
+def dated(*ages_h: float, now_s: float) -> list[CheckpointInfo]:
+    """Checkpoints of so many hours ago, the oldest of step 1."""
+    return [replace(info(1, step), created_s=now_s - 3600 * age) for step, age in enumerate(sorted(ages_h)[::-1], 1)]
+
+
+def test_checkpoints_are_kept_for_a_time_and_the_newest_in_any_case() -> None:
+    now_s = 1_800_000_000.0
+    infos = dated(50, 30, 23, 5, now_s=now_s)
+    policy = Policy(keep_last=1, keep_last_s=86400)
+    assert [one.step for one in choose_expired(infos, policy, now_s=now_s)] == [1, 2]
+    assert [one.step for one in choose_expired(infos, policy, now_s=now_s + 10 * 86400)] == [1, 2, 3]
+
+
+def test_the_first_of_each_interval_stays_and_no_later_one_takes_its_place() -> None:
+    now_s = 1_800_000_000.0  # a whole hour
+    infos = dated(2.9, 2.1, 1.9, 1.5, 0.5, 0.1, now_s=now_s)
+    policy = Policy(keep_last=1, keep_every_s=3600)
+    assert [one.step for one in choose_expired(infos, policy, now_s=now_s)] == [2, 4]
+    gone = {1, 3}
+    rest = [one for one in infos if one.step not in {2, 4}]
+    assert choose_expired(rest, policy, now_s=now_s) == []
+    abandoned = {one.identity for one in infos if one.step in gone}
+    assert [one.step for one in choose_expired(infos, policy, abandoned=abandoned, now_s=now_s)] == [1, 3]
+    suspect = [replace(one, suspects=1) if one.step in gone else one for one in infos]
+    assert [one.step for one in choose_expired(suspect, policy, now_s=now_s)] == [1, 3]
+
+
+def test_a_commit_leaves_what_is_younger_than_the_time(store: Store) -> None:
+    make(store, 10, 20, 30)
+    prune(store, Policy(keep_last=1, keep_last_s=3600))
+    assert steps_of(store) == [10, 20, 30]
+    prune(store, Policy(keep_last=1, keep_last_s=3600), now_s=time.time() + 4000)
+    assert steps_of(store) == [30]

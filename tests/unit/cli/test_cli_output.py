@@ -190,7 +190,7 @@ def test_no_number_or_name_of_a_table_is_cut_in_a_narrow_terminal(width: int, ro
         {"seed": 1, "epoch": 2, "offset": 3_000_000_001},
         {"seed": 1, "epoch": 2, "offset": 4},
     ]
-    text = shown(diff._table(document), width)
+    text = shown(diff._table(document, None), width)
     for tensor in document["tensors"]:
         assert str(tensor["elements"]) in text.split()
         assert f"{tensor['max_abs']:.3g}" in text.split()

@@ -11,6 +11,7 @@ import pytest
 from support.daemons import two_checkpoints
 
 from flashckpt.cli import comparison, diff, output
+from flashckpt.cli import main as cli
 from flashckpt.cli.output import FittingTable, OutputConsole
 from flashckpt.core.shard import Shard
 from flashckpt.restore.executor import Target, execute_reads
@@ -97,3 +98,30 @@ def test_a_table_of_many_rows_is_written_as_a_small_one(title: str, last: str, m
         return console.file.getvalue()
 
     assert rendered(10) == rendered(1000)
+
+
+def test_a_summary_by_group_comes_first_and_the_tensors_that_differ_most(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shapes: dict[str, tuple[int, ...]] = {f"model.{k}": (2 + k,) for k in range(12)}
+    with two_checkpoints(tmp_path / "root", shapes | {"optimizer.m": (3,)}) as root:
+        with pytest.raises(SystemExit):
+            cli.main(["diff", root, "10", "20"])
+        lines = capsys.readouterr().out.splitlines()
+        with pytest.raises(SystemExit):
+            cli.main(["diff", root, "10", "20", "--all"])
+        everything = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("  model: 12 of 12 tensors differ, most model.")
+    assert lines[2].startswith("  optimizer: 1 of 1 tensor differ, most optimizer.m by 0.")
+    assert lines[3] == "  the 10 that differ most are shown, 3 more with --all"
+    rows = [line.split() for line in everything if line.startswith(("model.", "optimizer."))]
+    assert [float(row[3]) for row in rows] == sorted((float(row[3]) for row in rows), reverse=True)
+    assert [row[0] for row in rows[:10]] == [line.split()[0] for line in lines if line.startswith(("model.", "opt"))]
+    assert len(rows) == 13
+
+
+def test_lists_are_compared_item_by_item() -> None:
+    x, y = [[{"lr": 0.1, "eps": 1e-8}]], [[{"lr": 0.2, "eps": 1e-8}]]
+    assert list(diff.differences("groups", x, y)) == [("groups[0][0].lr", "0.1", "0.2")]
+    assert list(diff.differences("v", [1], [1, 2])) == [("v", "[1]", "[1, 2]")]
+    assert list(diff.differences("v", [0] * 11, [1] * 11)) == [("v", str([0] * 11), str([1] * 11))]

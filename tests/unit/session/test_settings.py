@@ -308,3 +308,49 @@ def test_the_options_of_s3_are_those_of_its_client() -> None:
 
     theirs = set(inspect.signature(s3fs.S3FileSystem.__init__).parameters) - {"self", "kwargs", "asynchronous", "loop"}
     assert theirs | {"conditional", "retries", "timeout_s", "backend"} == S3_OPTIONS
+
+
+@pytest.mark.parametrize(
+    ("value", "steps", "seconds"),
+    [
+        ("30s", 2, 30),
+        ("10min", 2, 600),
+        ("2 h", 2, 7200),
+        ("1d", 2, 86400),
+        ("continuous", 2, 0),
+        (50, 50, 0),
+        (None, None, 0),
+    ],
+)
+def test_a_checkpoint_is_due_by_steps_by_time_or_whenever_none_is_written(value: Any, steps: Any, seconds: int) -> None:
+    settings = Settings(snapshot_every=2, persist_every=value)
+    found = settings.for_persister()
+    assert (found["persist_every"], found["persist_s"]) == (steps, seconds)
+    assert settings.is_persist(4) == (steps == 2)
+    assert Settings(**{**settings.plain(), "snapshot_every": 2}).persist_every == value
+
+
+def test_what_is_kept_by_time_is_told_to_the_persister_in_seconds(tmp_path: Path) -> None:
+    ckpt = Checkpointer(tmp_path, persist_every="10min", keep_last="7d", keep_every="1h", snapshot_every=3, job="t")
+    ckpt.track(model=torch.nn.Linear(2, 2))
+    ckpt.restore()
+    crash(ckpt)
+    config = JobDirectory.open("t", create=False).read_config()
+    assert config is not None
+    found = (
+        config.persist_every,
+        config.persist_s,
+        config.keep_last,
+        config.keep_last_s,
+        config.keep_every,
+        config.keep_every_s,
+    )
+    assert found == (3, 600, 1, 7 * 86400, None, 3600)
+
+
+@pytest.mark.parametrize("value", ["0s", "s", "1.5h", "-1min", "10 minutes", "10m", "12345678s", "1h\n", "Continuous"])
+def test_a_time_that_cannot_be_read_is_refused_with_examples(value: str, tmp_path: Path) -> None:
+    for name in ("persist_every", "keep_last", "keep_every"):
+        with pytest.raises(ConfigError) as caught:
+            Checkpointer(tmp_path, **{name: value})
+        assert '"10min"' in caught.value.expected

@@ -60,6 +60,14 @@ def test_a_step_between_the_intervals_is_persisted_on_request(tmp_path: Path) ->
         assert [info.step for info in list_checkpoints(open_store(tmp_path / "root"))] == [7]
 
 
+def test_where_time_decides_wait_does_not_wait_for_it(tmp_path: Path) -> None:
+    with begun(tmp_path / "root", persist_every="7d") as ckpt, turning("t"):
+        for step in (1, 2):  # the first one is persisted at once, the second one only where it is asked for
+            ckpt.step(step)
+            ckpt.wait(timeout=60)
+    assert [info.step for info in list_checkpoints(open_store(tmp_path / "root"))] == [2, 1]
+
+
 class Fault:
     """A root on which writing data fails while `error` is set, and what the daemon did about it."""
 

@@ -1,0 +1,86 @@
+"""`flashckpt cp`: one checkpoint on another root."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.table import Table
+
+from flashckpt.checkpoint.direct_writer import refuse_running_job
+from flashckpt.cli.common import (
+    Command,
+    choose,
+    complete_step,
+    human_bytes,
+    json_option,
+    new_table,
+    open_root,
+    parse_options,
+    show,
+)
+from flashckpt.cli.progress import progress
+from flashckpt.console.copying import copy_checkpoint
+from flashckpt.errors import ConfigError
+from flashckpt.shm.job_id import root_url
+from flashckpt.storage.factory import is_process_local, open_store
+
+_STEP = re.compile(r"(?P<root>.+)@(?P<step>(step-)?[0-9]+(\.g[0-9]+)?)")
+
+
+@click.command(cls=Command)
+@click.argument("root", metavar="ROOT[@STEP]")
+@click.argument("target", metavar="ROOT2")
+@click.option("--step", metavar="STEP[.gN]", help="Checkpoint, as @STEP.", shell_complete=complete_step)
+@click.option("-o", "options", metavar="KEY=VALUE", multiple=True, help="Storage option of ROOT.")
+@click.option("-t", "target_options", metavar="KEY=VALUE", multiple=True, help="Storage option of ROOT2.")
+@json_option
+def cp(
+    *,
+    root: str,
+    target: str,
+    step: str | None,
+    options: tuple[str, ...],
+    target_options: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Copy a checkpoint of ROOT, by default the newest valid one, to ROOT2, also beside a running job.
+
+    It keeps its step and generation, and a job that is given ROOT2 continues from it. ROOT2 may be new, or hold other
+    checkpoints of the same run. Every byte is verified on the way; nothing is visible before all of it is there.
+    Called again after it was killed, it continues.
+
+    Examples:
+      flashckpt cp /checkpoints/run7@1200 s3://archive/run7
+      flashckpt cp s3://bucket/run7 /backup/run7 -o endpoint_url=http://...
+    """
+    if step is None and not Path(root).exists() and (found := _STEP.fullmatch(root)):
+        root, step = found["root"], found["step"]
+    if root_url(root) == root_url(target):
+        raise ConfigError(
+            "a checkpoint cannot be copied to its own root", found=root, remedy="name another root to copy to"
+        )
+    if is_process_local(target):
+        raise ConfigError(f"{target} is process-local: no other process could read the checkpoint")
+    source = open_root(root, options)
+    info = choose(source, step)
+    other = open_store(target, **parse_options(target_options))
+    other.check(write=True)
+    refuse_running_job(other.url)
+    with progress("copying", info.nbytes, quiet=as_json) as advance:
+        done = copy_checkpoint(source, info.prefix, other, advance)
+    document = {
+        "from": source.url, "root": other.url, "prefix": info.prefix, "step": info.step,
+        "generation": info.generation, "nbytes": done.nbytes, "kept_nbytes": done.kept_bytes, "was_there": done.was_there,
+    }  # fmt: skip
+    show(document, as_json=as_json, table=lambda: _table(document))
+
+
+def _table(document: dict[str, Any]) -> Table:
+    table = new_table("CHECKPOINT", ">SIZE", "", "ROOT")
+    kept = f", {human_bytes(document['kept_nbytes'])} of it earlier" if document["kept_nbytes"] else ""
+    word = "was there already" if document["was_there"] else f"copied{kept}"
+    table.add_row(document["prefix"], human_bytes(document["nbytes"]), word, document["root"])
+    return table
