@@ -46,6 +46,7 @@ from flashckpt.daemon.launcher.rendezvous import OneNode
 from flashckpt.daemon.launcher.reporting import FailureReporter, hang_states
 from flashckpt.daemon.launcher.rounds import FreshStoreRendezvous
 from flashckpt.daemon.launcher.stop import AgreedStop, Group, KeyValueStore, StopSignals
+from flashckpt.daemon.launcher.stragglers import Stragglers
 from flashckpt.daemon.launcher.watch import JobWatch
 from flashckpt.daemon.launcher.way_back import has_older, way_back
 from flashckpt.daemon.machine.process import become_subreaper
@@ -202,6 +203,7 @@ class DlrunAgent(LocalElasticAgent):
         elif any(row.first_step for row in rows):
             context.rehearse(self._options.warm)
         self._reporter.tick(rows)
+        self._stragglers.tick(rows, self._others(self._worker_group))
         limit_s = hang.timeout_s(self._pace.step_s, self._options.hang_s)
         if self._stop.is_under_way or not hang.is_hanging(rows, time.monotonic_ns(), limit_s):
             return None
@@ -293,7 +295,13 @@ class DlrunAgent(LocalElasticAgent):
         self._checked = True
         address = self._worker_group.spec.local_addr or socket.getfqdn()
         check = Check(others.store, node=others.rank, count=others.size, address=address)
-        if node_check.must_meet_again(check.run(), others, min_nodes=self._options.min_nodes):
+        bad = check.run()
+        if others.rank == min(set(range(others.size)) - set(bad), default=0):
+            for node, why in bad.items():
+                host = findings.host_of(others.store, node)
+                name = {"id": f"{group.spec.rdzv_handler.get_run_id()}-check-{host}", "job": self._options.job}
+                self._incidents.tell("node unhealthy", node=node, host=host, reason=f"node check: {why}", **name)
+        if node_check.must_meet_again(bad, others, min_nodes=self._options.min_nodes):
             self._rendezvous(group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -311,6 +319,7 @@ class DlrunAgent(LocalElasticAgent):
         )  # ranks here may wait for those of other nodes
         self._stalls = hang.StallWatch(self._options.hang_s, known_s)
         self._slow_start = hang.SlowStart(self._longest_s)
+        self._stragglers = Stragglers(self._watch, self._incidents)
         return pids
 
     def _start_context(

@@ -10,18 +10,16 @@ import functools
 import logging
 import platform
 import re
-import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime, timezone
 from typing import Any, ParamSpec, TypeVar
 
 from torch import __version__ as torch_version
 
 from flashckpt import __version__, entry_points
-from flashckpt.core.incident import Incident, as_values
+from flashckpt.core.incident import Incident, as_values, new_name
 from flashckpt.core.records import pack
 from flashckpt.daemon.launcher import account as said
 from flashckpt.daemon.launcher import classify, findings
@@ -234,21 +232,21 @@ class Incidents:
         place = classify.judge(accounts, lost, time.time())
         if place is None:
             return None
-        now = datetime.now(timezone.utc)
         found = classify.incident(
             place,
             accounts,
             lost,
-            name=(f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(3)}", now.isoformat(timespec="milliseconds")),
+            name=new_name(),
             job=self._watch.job.job if self._watch.job is not None else "",
             restart=self.starts,
             unheard=unheard,
             action=classify.action_of(place, accounts, lost, restarts=restarts),
         )
-        self._write(found, quiet=quiet)
+        self.report(found, quiet=quiet)
         return found
 
-    def _write(self, found: Incident, *, quiet: bool) -> None:
+    def report(self, found: Incident, *, quiet: bool = False) -> None:
+        """Print an incident, tell the hook, and write it into the job's folder."""
         if not quiet:  # else the owner of the persister has logged it
             _log.error("%s", found.render())
         self.tell("incident", incident=as_values(found))
