@@ -9,6 +9,7 @@ add seconds to every start and nothing to what is tested.
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import signal
@@ -277,8 +278,11 @@ def test_port_of_the_store_is_taken_the_host_says_so_and_ends() -> None:
         assert (result.returncode, f"port {port} cannot be served" in result.stderr) == (1, True), result.stderr
 
 
-def test_node_check_the_slow_and_the_broken_node_are_named_and_the_others_train(tmp_path: Path) -> None:
-    """6 nodes: node 3 sends at 10 Mbit/s, node 5 cannot answer the others; 4 are left and train."""
+def test_node_check_the_slow_and_the_broken_node_are_named_and_the_others_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """6 nodes: node 3 sends at 10 Mbit/s, node 5 cannot answer the others; 4 are left and train, and the hook knows."""
+    monkeypatch.setenv("FLASHCKPT_HOOK", f"sh -c 'cat >> {tmp_path}/told'")
     train = tmp_path / "train.py"
     train.write_text(TRAIN)
     (tmp_path / "finish").touch()
@@ -295,6 +299,13 @@ def test_node_check_the_slow_and_the_broken_node_are_named_and_the_others_train(
     assert "this node is excluded: the exchange with other nodes failed" in logs[5]
     for node in (0, 1, 2, 4):
         assert re.search(r"excluded: node 3: the exchange .* took .*; node 5: the exchange .* failed", logs[node])
+    told = [json.loads(line) for line in (tmp_path / "told").read_text().splitlines()]
+    unhealthy = {one["node"]: one for one in told if "-check-" in one["id"]}
+    assert {(one["event"], one["host"]) for one in unhealthy.values()} == {
+        ("node unhealthy", f"{them.prefix}3"),
+        ("node unhealthy", f"{them.prefix}5"),
+    }
+    assert unhealthy[5]["reason"] == "node check: the exchange with other nodes failed"
     assert {int((tmp_path / f"life0-rank{rank}").read_text().split()[1]) for rank in range(4)} == {4}
 
 
