@@ -128,6 +128,11 @@ class _Collector:
             yield family
 
 
+def families(observed: Observed, job: str, node: int) -> Iterable[Metric]:
+    """Return what is observed now as Prometheus has it."""
+    return _Collector(observed, (job, str(node))).collect()
+
+
 class _QuietHandler(WSGIRequestHandler):
     timeout = EXCHANGE_S
 
