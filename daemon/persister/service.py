@@ -14,9 +14,9 @@ import os
 import signal
 import sys
 import time
-from functools import partial
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
