@@ -147,7 +147,7 @@ test-trainer: setup  ## whole runs of the trainer that are started, killed, resu
 test-layouts: setup  ## every layout trains and scores as one process does, and continues in each of a dozen others: same bits, same losses
 	$(BIN)/python -m pytest $(SHARED) tests/integration/layouts/layouts.py tests/integration/layouts/layouts_parity.py tests/integration/layouts/layouts_evaluate.py tests/integration/layouts/layouts_documents.py tests/integration/layouts/layouts_batches.py tests/integration/layouts/layouts_scores.py tests/integration/layouts/layouts_switches.py tests/integration/layouts/layouts_compile.py tests/integration/layouts/layouts_optimizers.py tests/integration/layouts/layouts_context.py tests/integration/layouts/layouts_experts.py tests/integration/layouts/layouts_groups.py
 
-PROGRAM_TESTS := $(addprefix tests/integration/programs/programs_,$(addsuffix .py,examples benchmarks bench dlrover packaging pages plugins)) tests/integration/s3/daemon_s3.py tests/integration/s3/store_outages.py
+PROGRAM_TESTS := $(addprefix tests/integration/programs/programs_,$(addsuffix .py,examples benchmarks bench dlrover packaging pages plugins dashboard)) tests/integration/s3/daemon_s3.py tests/integration/s3/store_outages.py
 test-programs: setup  ## what a user installs and starts: examples, plug-ins, the wheel's content, benchmarks; a daemon whose S3 server fails
 	$(BIN)/python -m pytest $(SHARED) --workers $(WORKERS) $(PROGRAM_TESTS)
 

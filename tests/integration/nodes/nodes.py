@@ -247,6 +247,9 @@ def test_host_of_the_store_dies_the_others_end_with_a_clear_error(tmp_path: Path
         them.kill(0)
         assert them.wait(1) == 1
         assert "hosted the rendezvous store" in them.log(1)
+        (line,) = incidents.said(them.log(1))
+        assert re.match(r"(machine|network): the host of the rendezvous store, \S+:29400,: ", line), line
+        assert line.endswith("-> stop")
 
 
 def test_store_on_a_machine_that_does_not_train_any_training_node_may_die(tmp_path: Path, train: Path) -> None:
@@ -259,6 +262,8 @@ def test_store_on_a_machine_that_does_not_train_any_training_node_may_die(tmp_pa
         them.until(partial(committed, tmp_path), "a committed checkpoint")
         them.kill(0)
         them.until(partial(grew, tmp_path, 2, 1), "2 ranks")
+        (found,) = them.until(lambda: incidents.in_memory(them.memory(1)), "the report of the one that is left")
+        assert (found.kind, found.host, found.action) == ("node lost", f"{them.prefix}0", "restart without that node")
         them.start(0, *FLAGS, train, tmp_path, 100000, 0.1, nnodes="1:2", host=2, conf="is_host=0")
         them.until(partial(grew, tmp_path, 4, 2), "4 ranks again")
         them.processes[2].send_signal(signal.SIGTERM)
