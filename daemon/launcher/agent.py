@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torch.distributed import DistError
 from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -120,8 +121,10 @@ class DlrunAgent(LocalElasticAgent):
                 if self._outcome.unpersisted is not None:
                     self._incidents.ends_without_checkpoint(self._outcome.unpersisted.found)
             return result
-        except RendezvousConnectionError:
-            self._incidents.store_lost(self._options.endpoint, self._others(self._worker_group))
+        except (RendezvousConnectionError, DistError) as error:  # the latter where no rendezvous is under way
+            others = self._others(self._worker_group)
+            if others is not None or isinstance(error, RendezvousConnectionError):
+                self._incidents.store_lost(self._options.endpoint, others)
             raise
         except SignalException:
             self._outcome.resume = self._watch.control() is not None  # a flashckpt job: its state is kept

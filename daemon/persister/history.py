@@ -236,7 +236,9 @@ class SessionHistory:
         record = self._record
         if record is None or record.step < 0:
             return []
-        found = {"steps not on storage": max(0, record.step - (record.committed.step if record.committed else 0))}
+        found: dict[str, float] = {
+            "steps not on storage": max(0, record.step - (record.committed.step if record.committed else 0))
+        }
         found |= {"steps not replicated": status.replica_lag} if config.replicate else {}
         found |= {
             f"{name[14:]} seconds": one

@@ -44,6 +44,10 @@ class Store:
         self._request()
         return self.values[key]
 
+    def check(self, keys: list[str]) -> bool:
+        self._request()
+        return all(key in self.values for key in keys)
+
     def wait(self, keys: Sequence[str], limit: timedelta) -> None:
         self._request()
         (key,), end, fiber = keys, self.world.now + limit.total_seconds(), self.world.fiber
@@ -61,7 +65,7 @@ def world_of(monkeypatch: pytest.MonkeyPatch) -> Scheduler:
     made = Scheduler()
     listener = SimpleNamespace(getsockname=lambda: ("", 1), close=lambda: None)
     monkeypatch.setattr(node_check, "time", SimpleNamespace(monotonic=lambda: made.now))
-    monkeypatch.setattr(node_check.rendezvous_store, "listener", lambda *_: listener)
+    monkeypatch.setattr("flashckpt.daemon.launcher.rendezvous_store.listener", lambda *_: listener)
     monkeypatch.setattr(node_check, "Acceptor", lambda *_, **__: SimpleNamespace(close=lambda: None))
 
     def ask(self: Check, partner: int) -> float:
