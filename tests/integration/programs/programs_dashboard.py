@@ -134,7 +134,7 @@ def fill(store: Store) -> None:
         write_series(store, one.key, points)
     store.put(sessions[-1].key + RANKS, encode_table(times_of_1000(), T0 + 6400))
     waiting = ({"doing": "all_reduce", "count": 999, "ranks": "0-26,28-999"},)
-    for one in (
+    for found in (
         Incident(id="20261126-051320-0a1b2c", time="2026-11-26T05:13:20.000+00:00", job="run7", category="memory", node=3,
                  host="gpu-003", rank=27, pid=2210, step=1812, what="signal 9 (SIGKILL)", others=waiting, action="restart",
                  findings=("gpu-003: Out of memory: Killed process 2210 (python)",),
@@ -143,7 +143,7 @@ def fill(store: Store) -> None:
                  node=41, host="gpu-041", step=3900, action="continue", reason="all other ranks wait for its ranks in each step",
                  what="slow in data for 60 s: 0.0914 s of each step, the median of the ranks is 0.0212 s"),
     ):  # fmt: skip
-        put_incident(store, f"{one.id}.json", encode(one))
+        put_incident(store, f"{found.id}.json", encode(found))
 
 
 def test_finished_job_is_opened_from_s3_and_1000_ranks_are_scrolled_by_keys(
