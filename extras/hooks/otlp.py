@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
-from urllib import request
 
 from flashckpt.environment import env
 from flashckpt.printable import printable
@@ -46,6 +45,8 @@ class OtlpPush:
         self._thread.start()
 
     def _push(self, body: bytes) -> None:
+        from urllib import request  # here: a persister without a collector needs none of it
+
         problem = ""
         try:
             asked = request.Request(self._url, body, {"Content-Type": "application/json", "User-Agent": "flashckpt"})  # noqa: S310

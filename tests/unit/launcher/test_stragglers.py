@@ -39,7 +39,7 @@ def accused(*ranks: RankTimes) -> dict[tuple[int, int], str]:
 
 
 def test_nobody_is_named_where_all_are_alike() -> None:
-    assert accused(*(times(rank, data=0.1 + rank / 500, **{PROCESSOR: 0.9}) for rank in range(8))) == {}
+    assert accused(*(times(rank, data=0.1 + rank / 500, processor=0.9) for rank in range(8))) == {}
 
 
 @pytest.mark.parametrize("count", [2, 3, 8])
@@ -159,14 +159,15 @@ def test_first_agent_names_a_rank_of_another_node_and_what_a_stranger_writes_is_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [1000.0]
-    monkeypatch.setattr(stragglers.time, "monotonic", lambda: clock[0])
-    store, reports = HashStore(), Reports()
+    monkeypatch.setattr(f"{stragglers.__name__}.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    store = HashStore()
+    reports: Any = Reports()
     watch: Any = SimpleNamespace(job=SimpleNamespace(job="run7", path=tmp_path))
     first, controls = (
         Stragglers(watch, reports),
         [Control.open(tmp_path / f"control-{node}", rows=2) for node in range(2)],
-    )  # type: ignore[arg-type]
-    second = Stragglers(watch, reports)  # type: ignore[arg-type]
+    )
+    second = Stragglers(watch, reports)
     store.set("flashckpt/times/2", json.dumps([pack(times(9)) | {"seconds": {"data": "\x1b[31m"}}]))
     monkeypatch.setattr(stragglers, "processor_ns", lambda pid: 0)
     for look in range(1, 20):
@@ -192,8 +193,9 @@ def test_first_agent_names_a_rank_of_another_node_and_what_a_stranger_writes_is_
 
 
 def test_hundreds_of_reports_do_not_push_out_others() -> None:
-    reports, watch = Reports(), SimpleNamespace(job=None)
-    them = Stragglers(watch, reports)  # type: ignore[arg-type]
+    reports: Any = Reports()
+    watch: Any = SimpleNamespace(job=None)
+    them = Stragglers(watch, reports)
     slow = slow_places([times(0, data=0.5), times(1)])
     for _ in range(50):
         naming = Naming()
