@@ -10,16 +10,18 @@ import functools
 import logging
 import platform
 import re
+import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime, timezone
 from typing import Any, ParamSpec, TypeVar
 
 from torch import __version__ as torch_version
 
 from flashckpt import __version__, entry_points
-from flashckpt.core.incident import Incident, as_values, new_name
+from flashckpt.core.incident import Incident, as_values
 from flashckpt.core.records import pack
 from flashckpt.daemon.launcher import account as said
 from flashckpt.daemon.launcher import classify, findings
@@ -67,6 +69,12 @@ def _harmless(method: Callable[P, T]) -> Callable[P, T | None]:
             return None
 
     return guarded
+
+
+def new_name() -> tuple[str, str]:
+    """Return the `id` and `time` of an incident of this moment."""
+    now = datetime.now(timezone.utc)
+    return f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(3)}", now.isoformat(timespec="milliseconds")
 
 
 class Incidents:

@@ -16,11 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from flashckpt.core.incident import CONTINUE, Incident, new_name
+from flashckpt.core.incident import CONTINUE, Incident
 from flashckpt.core.rank_table import PROCESSOR, RankTimes, times_of
 from flashckpt.core.records import pack
 from flashckpt.daemon.launcher import account as said
-from flashckpt.daemon.launcher.incidents import Incidents
+from flashckpt.daemon.launcher.incidents import Incidents, new_name
 from flashckpt.daemon.launcher.slowness import Change, Naming, marked, slow_places
 from flashckpt.daemon.launcher.stop import Group, KeyValueStore
 from flashckpt.daemon.launcher.watch import JobWatch

@@ -6,10 +6,8 @@ One JSON object per incident, of version 1: a reader ignores names that it does 
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from typing import Any
 
 from flashckpt.core.records import pack, unpack
@@ -91,12 +89,6 @@ class Incident:
             lines.append(f"  no account came from {counted(len(self.unheard), 'node')}: {', '.join(self.unheard[:8])}")
         lines.append(f"  -> {self.action}: {self.reason}" if self.reason else f"  -> {self.action}")
         return "\n".join(printable(line) for line in lines)
-
-
-def new_name() -> tuple[str, str]:
-    """Return the `id` and `time` of an incident of this moment."""
-    now = datetime.now(timezone.utc)
-    return f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(3)}", now.isoformat(timespec="milliseconds")
 
 
 def as_values(incident: Incident) -> dict[str, Any]:
