@@ -211,6 +211,13 @@ class Environment:
         unit="port number",
     )
     FLASHCKPT_METRICS_HOST = _text("persister", "Address on which it serves them.", "127.0.0.1", kind="an address")
+    FLASHCKPT_OTLP_URL = _matching(
+        "persister",
+        "OpenTelemetry collector that gets the same metrics, `http://host:4318/v1/metrics`.",
+        r"https?://.+",
+        "a URL",
+        is_secret=True,
+    )
     FLASHCKPT_HOOK: Variable[list[str]] = Variable(
         "dlrun persister",
         "Command or webhook that gets incidents, bad nodes and commits ([operations.md](operations.md#the-hook)).",

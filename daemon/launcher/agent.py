@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torch.distributed import DistError
 from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -46,6 +47,7 @@ from flashckpt.daemon.launcher.rendezvous import OneNode
 from flashckpt.daemon.launcher.reporting import FailureReporter, hang_states
 from flashckpt.daemon.launcher.rounds import FreshStoreRendezvous
 from flashckpt.daemon.launcher.stop import AgreedStop, Group, KeyValueStore, StopSignals
+from flashckpt.daemon.launcher.stragglers import Stragglers
 from flashckpt.daemon.launcher.watch import JobWatch
 from flashckpt.daemon.launcher.way_back import has_older, way_back
 from flashckpt.daemon.machine.process import become_subreaper
@@ -122,8 +124,10 @@ class DlrunAgent(LocalElasticAgent):
                 if self._outcome.unpersisted is not None:
                     self._incidents.ends_without_checkpoint(self._outcome.unpersisted.found)
             return result
-        except RendezvousConnectionError:
-            self._incidents.store_lost(self._options.endpoint, self._others(self._worker_group))
+        except (RendezvousConnectionError, DistError) as error:  # the latter where no rendezvous is under way
+            others = self._others(self._worker_group)
+            if others is not None or isinstance(error, RendezvousConnectionError):
+                self._incidents.store_lost(self._options.endpoint, others)
             raise
         except SignalException:
             self._outcome.resume = self._watch.control() is not None  # a flashckpt job: its state is kept
@@ -206,6 +210,7 @@ class DlrunAgent(LocalElasticAgent):
         elif any(row.first_step for row in rows):
             context.rehearse(self._options.warm)
         self._reporter.tick(rows)
+        self._stragglers.tick(rows, self._others(self._worker_group))
         limit_s = hang.timeout_s(self._pace.step_s, self._options.hang_s)
         if self._stop.is_under_way or not hang.is_hanging(rows, time.monotonic_ns(), limit_s):
             return None
@@ -315,7 +320,13 @@ class DlrunAgent(LocalElasticAgent):
         self._checked = True
         address = self._worker_group.spec.local_addr or socket.getfqdn()
         check = Check(others.store, node=others.rank, count=others.size, address=address)
-        if node_check.must_meet_again(check.run(), others, min_nodes=self._options.min_nodes):
+        bad = check.run()
+        if others.rank == min(set(range(others.size)) - set(bad), default=0):
+            for node, why in bad.items():
+                host = findings.host_of(others.store, node)
+                name = {"id": f"{group.spec.rdzv_handler.get_run_id()}-check-{host}", "job": self._options.job}
+                self._incidents.tell("node unhealthy", node=node, host=host, reason=f"node check: {why}", **name)
+        if node_check.must_meet_again(bad, others, min_nodes=self._options.min_nodes):
             self._rendezvous(group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -333,6 +344,7 @@ class DlrunAgent(LocalElasticAgent):
         )  # ranks here may wait for those of other nodes
         self._stalls = hang.StallWatch(self._options.hang_s, known_s)
         self._slow_start = hang.SlowStart(self._longest_s)
+        self._stragglers = Stragglers(self._watch, self._incidents)
         return pids
 
     def _start_context(

@@ -71,6 +71,12 @@ def _harmless(method: Callable[P, T]) -> Callable[P, T | None]:
     return guarded
 
 
+def new_name() -> tuple[str, str]:
+    """Return the `id` and `time` of an incident of this moment."""
+    now = datetime.now(timezone.utc)
+    return f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(3)}", now.isoformat(timespec="milliseconds")
+
+
 class Incidents:
     """Sends the accounts of one agent, and judges those of all where it is the first one.
 
@@ -234,21 +240,21 @@ class Incidents:
         place = classify.judge(accounts, lost, time.time())
         if place is None:
             return None
-        now = datetime.now(timezone.utc)
         found = classify.incident(
             place,
             accounts,
             lost,
-            name=(f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(3)}", now.isoformat(timespec="milliseconds")),
+            name=new_name(),
             job=self._watch.job.job if self._watch.job is not None else "",
             restart=self.starts,
             unheard=unheard,
             action=classify.action_of(place, accounts, lost, restarts=restarts),
         )
-        self._write(found, quiet=quiet)
+        self.report(found, quiet=quiet)
         return found
 
-    def _write(self, found: Incident, *, quiet: bool) -> None:
+    def report(self, found: Incident, *, quiet: bool = False) -> None:
+        """Print an incident, tell the hook, and write it into the job's folder."""
         if not quiet:  # else the owner of the persister has logged it
             _log.error("%s", found.render())
         self.tell("incident", incident=as_values(found))

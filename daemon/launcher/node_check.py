@@ -1,36 +1,45 @@
 """`--node-check`: find the bad or slow node before the first generation, with nothing but the rendezvous store.
 
-Every node times a matrix product; then nodes are paired and each pair sends a block back and forth. A node
-that is slow alone is reported at once. A pair that is slow or fails makes two suspects, and each suspect is
-paired again with a good node: one that is slow there too is bad. The verdict is a pure function of the
-measurements, so that all nodes agree on it.
+Every node times a matrix product, its memory and its disk; then nodes are paired, and the two of each pair gather each other's
+block, both ways at once. A node that is slow alone is reported at once. A pair that is slow or fails makes two suspects, and
+each suspect is paired again with a good node: one that is slow there too is bad.
+
+The first node collects the measurements and publishes what follows from them, so that the store serves a few requests per node,
+however many there are, and all nodes agree.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import socket
-import subprocess
-import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from statistics import median_low
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from flashckpt import framing
 from flashckpt.acceptor import Acceptor
-from flashckpt.daemon.launcher import rendezvous_store
+from flashckpt.daemon.launcher import node_probe, rendezvous_store
 from flashckpt.daemon.launcher.options import NodeCheckError
-from flashckpt.daemon.launcher.stop import Group
+from flashckpt.daemon.launcher.stop import Group, KeyValueStore
 
+T = TypeVar("T")
 _log = logging.getLogger("flashckpt.dlrun")
-SLOW = 2.0
+PRODUCT, MEMORY, DISK, EXCHANGE = "its matrix product", "its memory", "its disk", "the exchange with other nodes"
+SILENT = ""
+"""In their place where a node sent nothing."""
+SLOW, SLOW_DISK = 2.0, 8.0
 """A node or pair this many times slower than the median is slow."""
-NOISE_S = 0.05
-"""Differences below this are the scheduler's, not the node's."""
+NOISE_S, DISK_NOISE_S = 0.05, 3.0
+"""Differences below this are the scheduler's, not the node's; a disk is shared with others."""
+TIMEOUT_S = 20.0
+"""Seconds after which a silent partner, or half of those after which a silent node counts as broken: at 2,048 nodes all ends in 2 minutes."""
 _BLOCK_BYTES = 4 << 20
 _ROUNDS = 4
 _MOST_CONNECTIONS = 512
@@ -39,24 +48,57 @@ PREFIX = "flashckpt/node-check"
 
 @dataclass(frozen=True, kw_only=True)
 class NodeTiming:
-    """Seconds of one node's product, or of one pair's exchange; infinite where it failed."""
+    """Seconds of one measurement of a node, or of one pair's exchange; infinite where it failed."""
 
     nodes: tuple[int, ...]
     seconds: float
+    what: str = PRODUCT
 
 
-def is_due(group: Group, *, checked: bool, timeout_s: float = 30.0) -> bool:
+def is_due(group: Group, *, checked: bool, timeout_s: float = TIMEOUT_S) -> bool:
     """Return whether some node of this round was never checked, the same on every node: all take part, or none."""
-    group.store.set(f"{PREFIX}/new/{group.rank}", "0" if checked else "1")
-    for rank in range(group.size):
-        key = f"{PREFIX}/new/{rank}"
-        try:
-            group.store.wait([key], timedelta(seconds=timeout_s))
-        except (RuntimeError, TimeoutError):
-            return True  # it is gone; the check will report it
-        if group.store.get(key) == b"1":
-            return True
-    return False
+    mine, keys = {str(group.rank): 0 if checked else 1}, [str(rank) for rank in range(group.size)]
+    try:
+        return bool(_agree(group, "new", mine, keys, lambda found: any(one != 0 for one in found), timeout_s=timeout_s))
+    except _NoAnswerError:
+        return True  # the check will report it
+
+
+def _agree(
+    group: Group,
+    name: str,
+    mine: Mapping[str, Any],
+    keys: Sequence[str],
+    conclude: Callable[[list[Any]], T],
+    *,
+    timeout_s: float,
+) -> T:
+    """Publish `mine` and return what the first node concludes from the values of all `keys`, None for those that did not come in time.
+
+    Raises:
+        _NoAnswerError: It published nothing.
+    """
+    store = group.store
+    for key, value in mine.items():
+        store.set(f"{PREFIX}/{name}/{key}", json.dumps(value))
+    if group.rank == 0:
+        end = time.monotonic() + timeout_s
+        found = conclude([_get(store, f"{name}/{key}", end - time.monotonic()) for key in keys])
+        store.set(f"{PREFIX}/{name}", json.dumps([found]))
+        return found
+    answer = _get(store, name, 2 * timeout_s)
+    if not isinstance(answer, list) or len(answer) != 1:
+        raise _NoAnswerError
+    return cast("T", answer[0])
+
+
+def _get(store: KeyValueStore, key: str, timeout_s: float) -> Any:
+    key = f"{PREFIX}/{key}"
+    try:
+        store.wait([key], timedelta(seconds=max(0.05, timeout_s)))
+        return json.loads(store.get(key))
+    except (RuntimeError, TimeoutError, ValueError):
+        return None
 
 
 def must_meet_again(bad: Mapping[int, str], group: Group, *, min_nodes: int) -> bool:
@@ -77,8 +119,9 @@ def must_meet_again(bad: Mapping[int, str], group: Group, *, min_nodes: int) -> 
     return True
 
 
-def _limit(reference_s: float) -> float:
-    return max(SLOW * reference_s, reference_s + NOISE_S)
+def _limit(reference_s: float, what: str = PRODUCT) -> float:
+    times, noise_s = (SLOW_DISK, DISK_NOISE_S) if what == DISK else (SLOW, NOISE_S)
+    return max(times * reference_s, reference_s + noise_s)
 
 
 def slow(timings: Sequence[NodeTiming]) -> list[NodeTiming]:
@@ -86,9 +129,11 @@ def slow(timings: Sequence[NodeTiming]) -> list[NodeTiming]:
 
     The lower median is used, so that of two pairs the faster one is the reference.
     """
-    good = [item.seconds for item in timings if item.seconds != float("inf")]
-    limit = _limit(median_low(good)) if good else 0.0
-    return [item for item in timings if item.seconds > limit]
+    limits = {}
+    for what in {item.what for item in timings}:
+        good = [item.seconds for item in timings if item.what == what and item.seconds != float("inf")]
+        limits[what] = _limit(median_low(good), what) if good else 0.0
+    return [item for item in timings if item.seconds > limits[item.what]]
 
 
 def first_pairs(nodes: Sequence[int]) -> list[tuple[int, int]]:
@@ -116,13 +161,13 @@ def verdict(alone: Sequence[NodeTiming], first: Sequence[NodeTiming], second: Se
 
     If no good node is left to compare with, both nodes of a slow pair are reported.
     """
-    bad = {item.nodes[0]: _text("its matrix product", item) for item in slow(alone)}
+    bad = {item.nodes[0]: _text(item) for item in slow(alone)}
     suspects = {node for item in slow(first) for node in item.nodes} - set(bad)
     rechecked = {item.nodes[0] for item in second}
     for item in [*slow_against(second, first), *(i for i in slow(first) if not rechecked & set(i.nodes))]:
         for node in item.nodes[:1] if item in second else item.nodes:
             if node in suspects:
-                bad[node] = _text("the exchange with other nodes", item)
+                bad[node] = _text(replace(item, what=EXCHANGE))
     return bad
 
 
@@ -134,8 +179,10 @@ def slow_against(second: Sequence[NodeTiming], first: Sequence[NodeTiming]) -> l
     return [item for item in second if item.seconds > _limit(reference)] if good else list(second)
 
 
-def _text(what: str, item: NodeTiming) -> str:
-    return f"{what} failed" if item.seconds == float("inf") else f"{what} took {item.seconds:.3f} s"
+def _text(item: NodeTiming) -> str:
+    if item.what == SILENT:
+        return "it sent no measurement"
+    return f"{item.what} failed" if item.seconds == float("inf") else f"{item.what} took {item.seconds:.3f} s"
 
 
 class Check:
@@ -147,7 +194,7 @@ class Check:
         count: How many nodes there are.
         address: Where the others reach this node.
         timeout_s: Seconds after which a silent partner counts as broken.
-        product: Measures this node alone, in seconds.
+        measure: Measures this node alone: seconds by what.
         delay_s: Added to every block sent, to try the check out.
     """
 
@@ -158,112 +205,125 @@ class Check:
         node: int,
         count: int,
         address: str,
-        timeout_s: float = 30.0,
-        product: Callable[[], float] | None = None,
+        timeout_s: float = TIMEOUT_S,
+        measure: Callable[[], Mapping[str, float]] | None = None,
         delay_s: float = 0.0,
     ) -> None:
-        self._store, self._node, self._count = store, node, count
+        self._group, self._node, self._count = Group(store=store, rank=node, size=count), node, count
         self._address, self._timeout_s = address, timeout_s
-        self._product, self._delay_s = product or node_product_s, delay_s
+        self._measure, self._delay_s = measure or measured_alone, delay_s
 
     def run(self) -> dict[int, str]:
         """Measure and return the verdict: node -> what is wrong with it; the same on every node."""
         listener = rendezvous_store.listener(self._address, 0) or _on_all_addresses()
         self._acceptor = Acceptor(listener, self._serve, name="node-check", most=_MOST_CONNECTIONS)
         try:
-            self._set(f"address/{self._node}", [self._address, listener.getsockname()[1]])
-            nodes = list(range(self._count))
-            alone = self._share("alone", {self._node: self._product()}, {node: (node,) for node in nodes})
-            first = self._exchange("first", first_pairs(nodes))
-            slow_alone = [item.nodes[0] for item in slow(alone)]
-            second = self._exchange("second", second_pairs(nodes, first, slow_alone))
-            self._share("done", {self._node: 0.0}, {node: (node,) for node in nodes})
-            return verdict(alone, first, second)
+            return self._judged(listener.getsockname()[1])
+        except _NoAnswerError:
+            return {0: "it collects the measurements, and published none"}
         finally:
             self._acceptor.close()
             listener.close()
 
+    def _judged(self, port: int) -> dict[int, str]:
+        self._group.store.set(f"{PREFIX}/address/{self._node}", json.dumps([self._address, port]))
+        every = {str(node): (node,) for node in range(self._count)}
+        measured = {str(self._node): self._measure()}
+        alone = self._share("alone", measured, every, lambda found: _as_json(verdict(found, [], [])))
+        nodes = [node for node in range(self._count) if str(node) not in alone]
+        first: list[NodeTiming] = []
+
+        def again(found: list[NodeTiming]) -> list[list[int]]:
+            first.extend(found)
+            return [list(pair) for pair in second_pairs(nodes, found, [])]
+
+        pairs = self._exchange("first", first_pairs(nodes), again)
+        paired = [(int(one), int(two)) for one, two in pairs]
+        bad = self._exchange("second", paired, lambda found: _as_json(verdict([], first, found)))
+        self._share("done", {str(self._node): {PRODUCT: 0.0}}, {str(node): (node,) for node in nodes}, lambda _: 0)
+        return {int(node): str(why) for node, why in (alone | bad).items()}
+
     def _serve(self, sock: socket.socket, _: Any) -> None:
-        """Send back what a partner sends; ConnectionError at the end of it."""
+        """Send back the first block of a partner, then exchange blocks with it; ConnectionError at the end of it."""
         sock.settimeout(self._timeout_s)
+        block = framing.receive(sock, _BLOCK_BYTES)  # a longer one is not of a node of this job
+        self._acceptor.proven(sock)
+        sock.sendall(framing.frame(block))
         while True:
-            block = framing.receive(sock, _BLOCK_BYTES)  # a longer one is not of a node of this job
-            self._acceptor.proven(sock)
-            time.sleep(self._delay_s)
-            sock.sendall(block)
+            self._gather(sock, block)
 
-    def _exchange(self, name: str, pairs: Sequence[tuple[int, int]]) -> list[NodeTiming]:
-        """Measure every pair, its first node asking; pairs run at the same time."""
-        mine = {i: self._ping(second) for i, (first, second) in enumerate(pairs) if first == self._node}
-        return self._share(name, mine, dict(enumerate(pairs)))
-
-    def _share(self, name: str, mine: Mapping[int, float], wanted: Mapping[int, tuple[int, ...]]) -> list[NodeTiming]:
-        """Publish this node's measurements and collect all; a missing one counts as failed."""
-        for number, seconds in mine.items():
-            self._set(f"{name}/{number}", seconds)
-        end = time.monotonic() + 2 * self._timeout_s
-        found = []
-        for number, nodes in wanted.items():
-            seconds = self._get(f"{name}/{number}", end)
-            found.append(NodeTiming(nodes=nodes, seconds=float("inf") if seconds is None else float(seconds)))
-        return found
-
-    def _set(self, key: str, value: Any) -> None:
-        self._store.set(f"{PREFIX}/{key}", json.dumps(value))
-
-    def _get(self, key: str, end: float) -> Any:
-        key = f"{PREFIX}/{key}"
+    def _gather(self, sock: socket.socket, block: bytes) -> None:
+        """Send a block and receive the partner's, both ways at once."""
+        time.sleep(self._delay_s)
+        sending = threading.Thread(target=_send, args=(sock, block), name="flashckpt-node-check", daemon=True)
+        sending.start()
         try:
-            self._store.wait([key], timedelta(seconds=max(0.05, end - time.monotonic())))
-        except (RuntimeError, TimeoutError):
-            return None
-        return json.loads(self._store.get(key))
+            framing.receive(sock, _BLOCK_BYTES)
+        finally:
+            sending.join(self._timeout_s)
 
-    def _ping(self, partner: int) -> float:
-        address = self._get(f"address/{partner}", time.monotonic() + self._timeout_s)
+    def _exchange(self, name: str, pairs: Sequence[tuple[int, int]], conclude: Callable[[list[NodeTiming]], T]) -> T:
+        """Measure every pair, its first node asking; pairs run at the same time."""
+        mine = {str(i): {EXCHANGE: self._ask(second)} for i, (first, second) in enumerate(pairs) if first == self._node}
+        return self._share(name, mine, {str(i): pair for i, pair in enumerate(pairs)}, conclude)
+
+    def _share(
+        self,
+        name: str,
+        mine: Mapping[str, Mapping[str, float]],
+        wanted: Mapping[str, tuple[int, ...]],
+        conclude: Callable[[list[NodeTiming]], T],
+    ) -> T:
+        """Publish this node's measurements; return what the first node concludes from all, a missing one counting as failed."""
+
+        def timed(found: list[Any]) -> T:
+            return conclude([
+                NodeTiming(nodes=nodes, seconds=float(seconds), what=str(what))
+                for nodes, one in zip(wanted.values(), found, strict=True)
+                for what, seconds in (one if isinstance(one, dict) and one else {SILENT: float("inf")}).items()
+            ])  # fmt: skip
+
+        return _agree(self._group, name, mine, list(wanted), timed, timeout_s=2 * self._timeout_s)
+
+    def _ask(self, partner: int) -> float:
+        address = _get(self._group.store, f"address/{partner}", self._timeout_s)
         if address is None:
             return float("inf")
         block = bytes(_BLOCK_BYTES)
         try:
             with socket.create_connection((address[0], address[1]), timeout=self._timeout_s) as sock:
+                _send(sock, block)
+                framing.receive(sock, _BLOCK_BYTES)
                 rounds = []
                 for _ in range(_ROUNDS):
                     begun = time.monotonic()
-                    time.sleep(self._delay_s)
-                    sock.sendall(framing.frame(block))
-                    framing.read(sock, len(block))
+                    self._gather(sock, block)
                     rounds.append(time.monotonic() - begun)
                 return min(rounds)  # other pairs' traffic may slow one exchange; a slow node is slow in all of them
         except OSError:
             return float("inf")
 
 
+class _NoAnswerError(Exception):
+    """The first node published nothing."""
+
+
+def _as_json(bad: Mapping[int, str]) -> dict[str, str]:
+    return {str(node): why for node, why in bad.items()}
+
+
+def _send(sock: socket.socket, block: bytes) -> None:
+    with contextlib.suppress(OSError):  # the one that receives will see it
+        sock.sendall(framing.frame(block))
+
+
+def measured_alone() -> dict[str, float]:
+    """Measure this node; its disk where temporary files go."""
+    product_s, memory_s = node_probe.node_product_and_memory()
+    return {PRODUCT: product_s, MEMORY: memory_s, DISK: node_probe.disk_s(tempfile.gettempdir())}
+
+
 def _on_all_addresses() -> socket.socket:
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", 0))
-
-
-def product_s(size: int = 512, rounds: int = 5) -> float:
-    """Return the seconds of the fastest of some matrix products on this node's processor or first device."""
-    import torch
-
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    one = torch.ones(size, size, device=device)
-    times = []
-    for _ in range(rounds):
-        begun = time.perf_counter()
-        float((one @ one)[0, 0])
-        times.append(time.perf_counter() - begun)
-    return min(times)
-
-
-def node_product_s() -> float:
-    """Return `product_s`; measured in a child process if there is a device, so that the agent holds no device context."""
-    import torch
-
-    if not torch.accelerator.is_available():
-        return product_s()
-    code = "from flashckpt.daemon.launcher.node_check import product_s; print(product_s(4096))"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
-    return float(result.stdout) if result.returncode == 0 else float("inf")

@@ -90,8 +90,7 @@ class PersistCoordinator:
         self.flush: Flush | None = None
         self.committed_s: float | None = None
         self.totals = PersistTotals()
-        kept = ("keep_last", "keep_every", "keep_last_s", "keep_every_s")
-        self._policy = Policy(**{name: getattr(config, name) for name in kept})
+        self._policy = Policy.of(config)
         self.housekeeper = Housekeeper(lambda: open_store(config.root, **config.storage_options), self._policy)
         self._store: Store | None = None
         self._replaced = ReplacedRoot()

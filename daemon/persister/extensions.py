@@ -67,6 +67,15 @@ class Extensions:
             numbers |= measured
         return status, numbers
 
+    def observe(self, families: Callable[[], Any]) -> None:
+        """Let those that have an `observe` call `families`, which returns the metrics of now as Prometheus has them."""
+        for name, extension in self.each.items():
+            try:
+                if (observe := getattr(extension, "observe", None)) is not None:
+                    observe(families)
+            except Exception as error:  # noqa: BLE001 -- as above
+                self._note(name, "observe", error)
+
     def close(self) -> None:
         """End their threads."""
         for name, extension in self.each.items():

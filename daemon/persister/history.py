@@ -14,12 +14,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median_low
 from typing import Any, NamedTuple
 
 from flashckpt import __version__
 from flashckpt.checkpoint.generations import newest_claim, owns_generation
 from flashckpt.checkpoint.history import (
     ENDED,
+    RANKS,
     STOPPED,
     SessionRecord,
     clipped,
@@ -30,20 +32,20 @@ from flashckpt.checkpoint.history import (
     write_session,
 )
 from flashckpt.checkpoint.incidents import forget_oldest_incidents, put_incident
-from flashckpt.checkpoint.series import Points, added, read_series, write_series
+from flashckpt.checkpoint.series import COURSE, Points, added, read_series, write_series
 from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister.metrics import class_of
 from flashckpt.errors import DamagedError, FlashckptError
-from flashckpt.shm import incident_files, logged_values
-from flashckpt.shm.control import RESTORED_FROM, ControlRow, ControlView
+from flashckpt.shm import incident_files, logged_values, rank_table
+from flashckpt.shm.control import PHASES, RESTORED_FROM, ControlRow, ControlView
 from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory
-from flashckpt.shm.logged_values import TakenValues
+from flashckpt.shm.logged_values import LoggedValue, TakenValues
 from flashckpt.storage.store import Store
 
 EVERY_S = 60.0
 """Seconds between two writes where nothing else is to be said; a session that is killed with its node is known up to then."""
-CLOSE_S = 10.0
+CLOSE_S, RANKS_S = 10.0, 10.0
 _MOST_LEDGER = 64 << 10
 _MOST_BEFORE = 200
 """Sessions before this one that the metrics count."""
@@ -57,6 +59,7 @@ class _Due(NamedTuple):
     record: SessionRecord
     logged: TakenValues
     incidents: dict[str, bytes]
+    ranks: bytes
 
 
 class SessionHistory:
@@ -85,6 +88,7 @@ class SessionHistory:
         self._stall = 0.0, 0.0
         self._source = RESTORED_FROM[0]
         self._ledger: tuple[int, dict[str, Any]] = (-1, {})
+        self._ranks: tuple[float, dict[str, float]] = (float("-inf"), {})
 
     def turn(
         self,
@@ -135,10 +139,10 @@ class SessionHistory:
             if before is not None and not before.end:
                 self._put(config, replace(before, end=STOPPED))
             before = _begun(config, record, now_s)
-            self._ledger = self._ledger[0], {}
+            self._ledger, self._stall = (self._ledger[0], {}), (0.0, 0.0)
         self._keys[record.number] = before.key
-        self._stall = max(((row.stall_ns / 1e9, float(row.snapshots)) for row in rows), default=(0.0, 0.0))
         if rows:
+            self._stall = max((row.stall_ns / 1e9, float(row.snapshots)) for row in rows)
             self._source = RESTORED_FROM[max(row.restored_from for row in rows) % len(RESTORED_FROM)]
         end = "" if alive else ENDED if is_last else STOPPED
         step = max([before.step, *(row.step for row in rows)])
@@ -150,6 +154,8 @@ class SessionHistory:
             persist_failures=status.failures,
             error=clipped(status.error),
             end=end,
+            stall_s=round(self._stall[0], 4),
+            snapshots=int(self._stall[1]),
             **self._failures(),
             updated_s=now_s if alive or end != before.end else before.updated_s,
         )
@@ -158,7 +164,7 @@ class SessionHistory:
         said = record.token, committed, end, *of_failures, step >= 0, bool(status.error), *incidents
         if said != self._said or (alive and now_s - self._written_s >= EVERY_S):
             self._said, self._written_s = said, now_s
-            self._put(config, self._record)
+            self._put(config, self._record, self._course(config, status))
 
     def numbers(self) -> dict[str, float]:
         """Return what the job has cost so far, by the names of `metrics.GAUGES` and `metrics.COUNTERS`; {} on other nodes."""
@@ -167,7 +173,6 @@ class SessionHistory:
             return {}
         found = summary([*self._before, record])
         numbers: dict[str, float] = {
-            "build_info": 1,
             "lost_steps": found["steps_lost"],
             "down_seconds": found["down_s"],
             "first_step_seconds": record.first_step_s,
@@ -178,7 +183,19 @@ class SessionHistory:
         for cause, count in found["restarts_by_cause"].items():
             name = f"restarts_{class_of(cause)}"
             numbers[name] = numbers.get(name, 0) + count
-        return numbers
+        return numbers | self._rank_numbers(record)
+
+    def _rank_numbers(self, record: SessionRecord) -> dict[str, float]:
+        """Return what the first agent knows of the ranks' times, read at most every RANKS_S: there may be thousands."""
+        if (now := time.monotonic()) - self._ranks[0] >= RANKS_S:
+            ranks, made_s = rank_table.read_table(self._directory.path)
+            trains = record.updated_s - made_s < EVERY_S
+            numbers: dict[str, float] = {"slow_ranks": sum(bool(one.slow) for one in ranks) if trains else 0}
+            for phase in PHASES:
+                if spent := [one.seconds[phase] for one in ranks if phase in one.seconds]:
+                    numbers[f"phase_seconds_{phase}"] = median_low(spent)
+            self._ranks = now, numbers
+        return self._ranks[1]
 
     def close(self, limit_s: float = CLOSE_S) -> None:
         """Wait for what is being written; what hangs is lost."""
@@ -214,12 +231,31 @@ class SessionHistory:
         self._ledger = size, found
         return found
 
-    def _put(self, config: JobConfig, record: SessionRecord) -> None:
+    def _course(self, config: JobConfig, status: DaemonStatus) -> list[LoggedValue]:
+        """Return how far storage, replicas and phases are at this step, as points of the session's curves."""
+        record = self._record
+        if record is None or record.step < 0:
+            return []
+        found: dict[str, float] = {
+            "steps not on storage": max(0, record.step - (record.committed.step if record.committed else 0))
+        }
+        found |= {"steps not replicated": status.replica_lag} if config.replicate else {}
+        found |= {
+            f"{name[14:]} seconds": one
+            for name, one in self._rank_numbers(record).items()
+            if name[:14] == "phase_seconds_"
+        }
+        return [
+            LoggedValue(record.generation, record.step, f"{COURSE}{name}", float(one)) for name, one in found.items()
+        ]
+
+    def _put(self, config: JobConfig, record: SessionRecord, course: Sequence[LoggedValue] = ()) -> None:
         logged = logged_values.take(self._directory.path)  # here: after its last turn the directory goes
+        logged.values.extend(course)
         names = [one for one in incident_files.incident_names(self._directory.path) if one not in self._shipped]
         incidents = {name: incident_files.read_raw(self._directory.path, name) for name in names}
         with self._lock:
-            self._due[record.key] = _Due(config, record, logged, incidents)
+            self._due[record.key] = _Due(config, record, logged, incidents, rank_table.read_raw(self._directory.path))
             if self._thread is None:
                 thread = threading.Thread(target=self._work, name="flashckpt-history", daemon=True)
                 try:
@@ -267,6 +303,8 @@ class SessionHistory:
                     record = self._continued(record, before)
             write_session(store, record)
             self._ship_values(store, task.logged)
+            if task.ranks:
+                store.put(record.key + RANKS, task.ranks)
             for name, raw in task.incidents.items():
                 put_incident(store, name, raw)
                 self._shipped.add(name)

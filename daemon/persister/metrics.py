@@ -18,7 +18,7 @@ from flashckpt import __version__
 from flashckpt.acceptor import Acceptor
 from flashckpt.daemon.persister.coordinator import PersistCoordinator
 from flashckpt.environment import env
-from flashckpt.shm.control import RESTORED_FROM
+from flashckpt.shm.control import PHASES, RESTORED_FROM
 from flashckpt.shm.inventory import NodeInventory
 
 _log = logging.getLogger(__name__)
@@ -58,6 +58,7 @@ GAUGES = {
     "replica_bytes": "Shared memory that replicas of other nodes take on this node.",
     "goodput_ratio": "Share of the job's time that was neither down nor spent on steps that were lost.",
     "first_step_seconds": "Seconds from the start of the slowest rank's program to its first step.",
+    "slow_ranks": "Ranks that dlrun has named as slow, and that have not recovered.",
     "build_info": "1; the release is a label.",
     "ranks_alive": "1 while a rank or agent of the job is running on this node.",
 }
@@ -78,6 +79,7 @@ COUNTERS = {
 
 
 RESTORE = "Seconds of that start which the slowest restore took, by the farthest source of any rank."
+PHASE = "Seconds of each step that the median rank spends in a phase, over its last steps."
 CAUSES = ("signal", "exit", "hang", "other", "unknown")
 """Values of the label `cause`: few, whatever the text of a cause says."""
 
@@ -113,11 +115,22 @@ class _Collector:
                 yield counter
         restarts = CounterMetricFamily("flashckpt_restarts", COUNTERS["restarts"], labels=(*LABELS, "cause"))
         restore = GaugeMetricFamily("flashckpt_restore_seconds", RESTORE, labels=(*LABELS, "source"))
-        for family, name, values in ((restarts, "restarts", CAUSES), (restore, "restore_seconds", RESTORED_FROM)):
+        phase = GaugeMetricFamily("flashckpt_phase_seconds", PHASE, labels=(*LABELS, "phase"))
+        by_value = (
+            (restarts, "restarts", CAUSES),
+            (restore, "restore_seconds", RESTORED_FROM),
+            (phase, "phase_seconds", PHASES),
+        )
+        for family, name, values in by_value:
             for value in values:
                 if f"{name}_{value}" in numbers:
                     family.add_metric((*self._labels, value), numbers[f"{name}_{value}"])
             yield family
+
+
+def families(observed: Observed, job: str, node: int) -> Iterable[Metric]:
+    """Return what is observed now as Prometheus has it."""
+    return _Collector(observed, (job, str(node))).collect()
 
 
 class _QuietHandler(WSGIRequestHandler):
@@ -235,6 +248,7 @@ def numbers_of(
     """Return what is shown of the memory and the persists of this node, by the names of GAUGES and COUNTERS."""
     newest = max(view.complete(), default=None)
     found = {
+        "build_info": 1,
         "lag_persist_steps": lag,
         "persisting": persisting.flush is not None,
         "failing": bool(error),

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -294,6 +295,7 @@ class Daemon:
             persisting, view, is_alive=alive, lag=lag, failures=self.attempts.failures, error=self.error
         )
         self._numbers |= numbers | self.history.numbers()
+        self.extensions.observe(partial(metrics.families, self, persisting.config.job, persisting.config.node))
         self._say(status)
 
     def _say(self, status: DaemonStatus) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from pathlib import Path
+from typing import IO, Any
 
 import click
 
@@ -18,12 +20,20 @@ from flashckpt.printable import to_json
 @click.command(cls=Command)
 @click.argument("source", metavar="ROOT|JOB")
 @click.option("-o", "options", metavar="KEY=VALUE", multiple=True, help="Storage option of ROOT.")
+@click.option("--plan", "plan", type=click.File(encoding="utf-8"), help="JSON of `flashckpt plan`, to show beside it.")
 @click.option("--export", "target", type=click.Path(path_type=Path, dir_okay=False), help="Write the page as one file.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port  [default: any free one]")
 @json_option
 def dashboard(
-    source: str, options: tuple[str, ...], target: Path | None, host: str, port: int, *, as_json: bool
+    source: str,
+    options: tuple[str, ...],
+    *,
+    plan: IO[str] | None,
+    target: Path | None,
+    host: str,
+    port: int,
+    as_json: bool,
 ) -> None:
     """Show a running or finished job as one page: curves, sessions, restarts, checkpoints, ranks.
 
@@ -34,7 +44,7 @@ def dashboard(
       flashckpt dashboard s3://bucket/run7
       flashckpt dashboard /checkpoints/run7 --export run7.html
     """
-    found = PageSource(source, options)
+    found = PageSource(source, options, _planned(plan) if plan is not None else None)
     if as_json:
         click.echo(to_json(found.document()))
         return
@@ -55,3 +65,17 @@ def dashboard(
     with contextlib.suppress(KeyboardInterrupt):
         server.serve_forever()
     server.server_close()
+
+
+def _planned(file: IO[str]) -> dict[str, Any]:
+    """Return the forecast of a plan. ConfigError: The file holds none."""
+    try:
+        found = json.load(file)
+        return {name: {key: float(value) for key, value in found[name].items() if type(value) in (int, float)}
+                for name in ("intervals", "costs")} | {"mtbf_s": float(found["mtbf_s"])}  # fmt: skip
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(
+            "--plan names no plan",
+            found=f"{file.name}: {type(error).__name__}",
+            remedy="flashckpt plan ... --json FILE",
+        ) from error

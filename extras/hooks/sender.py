@@ -78,7 +78,7 @@ def of_incident(found: Mapping[str, Any]) -> list[dict[str, Any]]:
     made = [same | {"event": INCIDENT, "id": found["id"], "reason": found["verdict"]}
             | {name: found[name] for name in ("node", "host", "step")}]  # fmt: skip
     nodes = [(one["node"], one["host"], f"stopped answering {one['silent_s']} s ago") for one in found["lost"]]
-    if not nodes and found["class"] == "machine" and found["host"]:
+    if not nodes and found["class"] == "machine" and found["host"] and found["kind"] != "straggler":
         nodes = [(found["node"], found["host"], found["what"])]
     for node, host, why in nodes:
         made.append(

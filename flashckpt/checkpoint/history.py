@@ -15,6 +15,7 @@ from typing import Any
 
 from flashckpt.checkpoint.root_records import parallel
 from flashckpt.checkpoint.series import SUFFIX
+from flashckpt.core.rank_table import RankTimes, decode_table
 from flashckpt.core.records import pack, seal, unpack, unseal
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, FormatVersionError, ObjectMissingError
@@ -26,6 +27,8 @@ MOST_SESSIONS = 1000
 """Sessions that a root remembers; the oldest are forgotten."""
 ENDED, STOPPED = "ended", "stopped"
 """`end` of a session that ended cleanly, and of one whose ranks ended otherwise."""
+RANKS = ".ranks"
+"""Behind the key of a record: the times of the ranks of its session, as its first agent knew them last."""
 _NAME = re.compile(r"history/([0-9]{6,19})-([0-9A-Za-z]{1,64})")
 _MOST_TEXT = 500
 
@@ -46,6 +49,7 @@ class SessionRecord:
         committed: Newest checkpoint.
         persist_failures, error: Attempts to persist that failed, and the last failure.
         end: "" as long as it runs and where nobody saw its end; else ENDED or STOPPED.
+        stall_s, snapshots: What training waited for so many snapshots, on the rank of the first node that waited longest.
         failure, ended_by: dlrun's ledger entries (cause, rank, host, step, seconds, ...) of the failure before it, and of the
             one that no restart followed; {} without one.
     """
@@ -68,6 +72,8 @@ class SessionRecord:
     persist_failures: int = 0
     error: str = ""
     end: str = ""
+    stall_s: float = 0.0
+    snapshots: int = 0
     failure: dict[str, Any] = field(default_factory=dict)
     ended_by: dict[str, Any] = field(default_factory=dict)
 
@@ -98,10 +104,18 @@ def read_history(store: Store, *, most: int = MOST_SESSIONS) -> list[SessionReco
     return sorted((one for one in found if one is not None), key=lambda one: (one.generation, one.begun_s))
 
 
+def read_ranks(store: Store, key: str) -> list[RankTimes]:
+    """Return the times of the ranks of a session; [] where there are none."""
+    try:
+        return decode_table(store.get(key + RANKS))[0]
+    except (ObjectMissingError, DamagedError):
+        return []
+
+
 def forget_oldest(store: Store) -> None:
     """Delete the records beyond MOST_SESSIONS."""
     oldest = _keys(store)[:-MOST_SESSIONS]
-    store.delete_many([one for key in oldest for one in (key, key + SUFFIX)])
+    store.delete_many([one for key in oldest for one in (key, key + SUFFIX, key + RANKS)])
 
 
 def _keys(store: Store) -> list[str]:
@@ -121,11 +135,13 @@ def summary(records: Sequence[SessionRecord]) -> dict[str, Any]:
         records: The sessions, as `read_history` returns them.
 
     Returns:
-        `sessions`, `restarts` (of sessions that did not end cleanly), `restarts_by_cause`, `steps_lost`, `down_s` (from the
-        last sign of a session to the first step of the next one), `begun_s`, `updated_s`, `end`, and `goodput`: the share of
-        the time that was neither down nor spent on lost steps; None where no time has passed.
+        `sessions`, `restarts` (of sessions that did not end cleanly), `restarts_by_cause`, `steps_lost` and their seconds
+        `lost_s`, `down_s` (from the last sign of a session to the first step of the next one) and `down_by_cause`, `elapsed_s`,
+        `stall_s` of `snapshots` that training waited for, `begun_s`, `updated_s`, `end`, and `goodput`: the share of the time
+        that was neither down nor spent on lost steps; None where no time has passed.
     """
     causes: dict[str, int] = {}
+    down: dict[str, float] = {}
     steps_lost, down_s, lost_s = 0, 0.0, 0.0
     elapsed_s = sum(max(0.0, one.updated_s - one.begun_s) for one in records)
     for before, after in itertools.pairwise(records):
@@ -137,13 +153,19 @@ def summary(records: Sequence[SessionRecord]) -> dict[str, Any]:
         steps_lost += lost
         elapsed_s += gap_s
         down_s += gap_s + after.first_step_s
+        down[cause] = down.get(cause, 0.0) + gap_s + after.first_step_s
         lost_s += lost * _seconds_per_step(before)
     return {
         "sessions": len(records),
         "restarts": sum(causes.values()),
         "restarts_by_cause": causes,
         "steps_lost": steps_lost,
+        "lost_s": round(lost_s, 3),
         "down_s": round(down_s, 3),
+        "down_by_cause": {cause: round(spent, 3) for cause, spent in down.items()},
+        "elapsed_s": round(elapsed_s, 3),
+        "stall_s": round(sum(one.stall_s for one in records), 3),
+        "snapshots": sum(one.snapshots for one in records),
         "begun_s": records[0].begun_s if records else None,
         "updated_s": records[-1].updated_s if records else None,
         "end": records[-1].end if records else "",

@@ -16,7 +16,7 @@ import secrets
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from flashckpt.checkpoint.catalog import CheckpointInfo, RootContents, entry_from, look_at, read_contents, read_manifest
 from flashckpt.checkpoint.generations import read_generations
@@ -76,6 +76,11 @@ class Policy:
     keep_every: int | None = None
     keep_last_s: int = 0
     keep_every_s: int = 0
+
+    @classmethod
+    def of(cls, config: object) -> Policy:
+        """Return the rule in the fields of that name of a job's configuration."""
+        return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,6 +13,8 @@ from flashckpt.storage.store import Store
 MOST_POINTS = 1000
 MOST_NAMES = 64
 SUFFIX = ".values"
+COURSE = "job/"
+"""Before the names of curves that the persister adds to those that are logged."""
 Points = dict[str, list[tuple[int, float]]]
 """Steps and values by name, in the order they came."""
 

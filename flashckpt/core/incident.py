@@ -30,7 +30,7 @@ class Incident:
         time: When the verdict was given, ISO 8601, UTC.
         job: Id of the job; "" for a program without a Checkpointer.
         restart: Starts of the worker group before it, on the node that writes this.
-        kind: `failure`, `hang`, `node lost` or `persister`.
+        kind: `failure`, `hang`, `node lost`, `persister` or `straggler`.
         category: One of CLASSES; `class` in JSON.
         node, host, rank, pid, step: Where it began: -1, "" or 0 where that is not known, or where it was no rank.
         what: What happened there, in words.

@@ -338,6 +338,17 @@ class Checkpointer:
         """
         self._alive().log(name, value, step)
 
+    def phases(self, **seconds: float) -> None:
+        """Tell where the time of a step went, e.g. `ckpt.phases(data=0.02)`: dlrun names ranks that are slow, and in what.
+
+        Args:
+            seconds: Of `data`, `forward`, `backward`, `sync`, `clip`, `optimizer` or `log`, added to what was told before.
+
+        Raises:
+            ConfigError: `restore()` was not called, or there is no such phase.
+        """
+        self._alive().phases(seconds)
+
     def heartbeat(self) -> None:
         """Report progress of this rank other than steps."""
         self._alive().heartbeat()

@@ -333,6 +333,7 @@ def _fill(row: ControlRow, opened: OpenedJob, *, entered_ns: int, initialised_ns
     row.clear()
     row.rank, row.pid, row.world_size = world.rank, os.getpid(), world.size
     row.generation, row.copied_by = record.number, IMPLEMENTATIONS.index(implementation())
+    row.stage = opened.tracked.world.coordinates.get("pp", 0)
     row.entered, row.initialised = entered_ns, initialised_ns
     row.restored_step = report.step if report else -1
     row.restored_from = max((RESTORED_FROM.index(tier) for tier in report.tier_bytes), default=0) if report else 0

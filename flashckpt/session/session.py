@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from flashckpt.core.settings import next_step
@@ -19,7 +19,7 @@ from flashckpt.session.durability import CommitWatch, Skips, Waiting, Wanted
 from flashckpt.session.opening import Callback, NodePlace, OpenedJob
 from flashckpt.session.stop_signals import DeferredSignals
 from flashckpt.shm.agent_folder import agent_folder
-from flashckpt.shm.control import CLOSED
+from flashckpt.shm.control import CLOSED, PHASES
 from flashckpt.shm.logged_values import MOST_NAME, LoggedValue, append
 from flashckpt.snapshot.copy_plan import CopyPlan, CurrentPlan
 from flashckpt.snapshot.stager import Snapshot, Stager, StaleWatch
@@ -335,6 +335,14 @@ class Session:
         except (TypeError, ValueError) as error:
             raise ConfigError(f"log({name!r}) takes a number", found=repr(value)[:MOST_NAME]) from error
         self.stats["log_dropped"] += not append(self.directory.path, logged)
+
+    def phases(self, seconds: Mapping[str, float]) -> None:
+        """As `Checkpointer.phases`."""
+        if unknown := seconds.keys() - PHASES[:-1]:
+            expected = f"{', '.join(PHASES[:-1])}; what step() takes is counted by itself"
+            raise ConfigError("a phase of phases() is not known", found=", ".join(sorted(unknown)), expected=expected)
+        for phase, spent_s in seconds.items():
+            self._row.spent(phase, spent_s)
 
     def heartbeat(self) -> None:
         """As `Checkpointer.heartbeat`."""

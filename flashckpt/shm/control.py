@@ -33,6 +33,8 @@ MAX_COMPLETE = 16
 """Identities published per rank (8 slots in each of two layouts); of more, the newest."""
 CLOSED = 2
 """In `paused`."""
+PHASES = ("data", "forward", "backward", "sync", "clip", "optimizer", "log", "snapshot")
+"""Of a step; the last one is what training waited for snapshots."""
 RESTORED_FROM = ("nothing", "memory", "peer", "storage")
 """Tiers, the nearest first."""
 _STOP_AT = 16
@@ -55,7 +57,9 @@ _INT_FIELDS: dict[str, int] = {  # name -> byte offset in the row; signed 64-bit
     "world_size": 96,
     "copied_by": 104,
     "restored_from": 112,
-    "snapshots": 496,  # behind the list
+    **{f"{name}_ns": 424 + 8 * number for number, name in enumerate(PHASES[:-1])},  # behind the list
+    "stage": 480,
+    "snapshots": 496,
     "stall_ns": 504,
 }
 _LIST_AT = (
@@ -114,6 +118,8 @@ class ControlRow:
         copied_by: What copies its snapshots, by its place in `native.IMPLEMENTATIONS`; 0 unknown.
         restored_from: The farthest source of its restore, by its place in RESTORED_FROM.
         snapshots, stall_ns: Snapshots begun, and nanoseconds that training waited for `step()` and its fence.
+        data_ns and so on: Nanoseconds of each of PHASES that the loop has told, see `phases`.
+        stage: Of a pipeline: only ranks of one stage do the same work.
     """
 
     rank: int
@@ -133,6 +139,7 @@ class ControlRow:
     restored_from: int
     snapshots: int
     stall_ns: int
+    stage: int
     _map: Any
     _at: int
 
@@ -153,6 +160,16 @@ class ControlRow:
             struct.pack_into("q", self._map, self._at + _INT_FIELDS[name], int(value))
         else:
             object.__setattr__(self, name, value)
+
+    def spent(self, phase: str, seconds: float) -> None:
+        """Add to the time of one of PHASES but "snapshot"; another name is a KeyError."""
+        at = self._at + _INT_FIELDS[f"{phase}_ns"]
+        struct.pack_into("q", self._map, at, struct.unpack_from("q", self._map, at)[0] + int(seconds * 1e9))
+
+    def phases(self) -> tuple[int, ...]:
+        """Return the nanoseconds of PHASES so far; of those that the loop does not tell 0."""
+        found: tuple[int, ...] = struct.unpack_from(f"{len(PHASES) - 1}q", self._map, self._at + _INT_FIELDS["data_ns"])
+        return (*found, self.stall_ns)
 
     @property
     def published(self) -> RankAcks | None:

@@ -95,7 +95,11 @@ def write(path: Path, record: Any) -> None:
     Raises:
         SharedMemoryError: There is no room for it.
     """
-    raw = framed(record)
+    write_raw(path, framed(record))
+
+
+def write_raw(path: Path, raw: bytes) -> None:
+    """Write the bytes of a record, as `write`."""
     try:
         _replace(path, raw)
     except OSError as error:

@@ -176,6 +176,8 @@ class Trainer:
             self.hooks.trained(self.done)
             with self.timer.beside("log"):
                 self.hooks.finished(record)
+                if self.ckpt is not None:
+                    self.ckpt.phases(**{name: spent for name, spent in record.phases.items() if name != "snapshot"})
                 if self.ckpt is not None and self.parallel.reporter:
                     self.ckpt.log("loss", record.loss)
                     self.ckpt.log("seconds per step", record.seconds)

@@ -200,3 +200,66 @@ def test_before_the_first_step_and_where_the_job_ends_there_is_a_verdict_too(tmp
     (line,) = incidents.said(launch.output)
     assert re.match(r"script: rank 1 \(pid \d+\) on \S+ before its first step: .*ModuleNotFoundError.* -> stop", line)
     assert "-> stop: not restarting: --max-restarts is 0" in launch.output
+
+
+STRAGGLER = """
+import os, sys, time, torch, torch.distributed as dist
+from flashckpt import Checkpointer
+
+folder, phase, rank = sys.argv[1], sys.argv[2], int(os.environ["RANK"])
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.AdamW(model.parameters())
+ckpt = Checkpointer(folder + "/root", snapshot_every=10)
+ckpt.track(model=model, optimizer=optimizer, replicated_over="world")
+ckpt.restore()
+step = 0
+while not ckpt.should_stop:
+    step += 1
+    begun = time.perf_counter()
+    is_slow = rank == 1 and not os.path.exists(f"{folder}/fast")
+    if phase == "data":
+        time.sleep(0.05 if is_slow else 0.005)
+        ckpt.phases(data=time.perf_counter() - begun)
+    else:
+        while time.perf_counter() - begun < (0.05 if is_slow else 0.005):
+            pass
+    dist.all_reduce(torch.ones(1))
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    ckpt.step(step)
+ckpt.close()
+"""
+QUICK = """
+import sys
+from flashckpt.daemon.launcher import slowness, stragglers
+from flashckpt.daemon.run import main
+stragglers.LOOK_S, slowness.NAMED_S = 0.5, 2.0
+if __name__ == "__main__":
+    sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("phase", ["data", "processor"])
+def test_slow_rank_is_named_with_its_phase_while_it_trains_and_again_when_it_recovers(
+    phase: str, tmp_path: Path
+) -> None:
+    """What a loop tells of its phases, and what the kernel knows of one that tells nothing. Looks are closer here than 10 s."""
+    (tmp_path / "train.py").write_text(STRAGGLER)
+    (tmp_path / "quick.py").write_text(QUICK)
+    args = ("--nproc-per-node=3", tmp_path / "train.py", tmp_path, phase)
+    with dlrun(tmp_path, *args, program=str(tmp_path / "quick.py")) as launch:
+        (slow,) = launch.until(lambda: incidents.in_memory(memory_root().parent), "its name")
+        (tmp_path / "fast").touch()
+        launch.until(lambda: len(incidents.in_memory(memory_root().parent)) == 2, "its recovery")
+        launch.process.send_signal(signal.SIGTERM)
+        assert launch.wait() == RESUME_EXIT_CODE, launch.output
+    assert (slow.kind, slow.rank, slow.action) == ("straggler", 1, "continue")
+    kind = "data" if phase == "data" else "unknown"
+    first, second = incidents.said(launch.output)
+    assert re.fullmatch(
+        rf"{kind}: rank 1 \(pid \d+\) on \S+ at step \d+: slow in {phase} for \d+ s: 0\.0[4-9]\d* s of each step, the median of the "
+        r"ranks is 0\.0[0-3]\S* s -> continue", first
+    ), first  # fmt: skip
+    assert re.search(r"rank 1 .* is as fast as the others again, after \d+ s -> continue", second), second

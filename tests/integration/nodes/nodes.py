@@ -9,6 +9,7 @@ add seconds to every start and nothing to what is tested.
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import signal
@@ -246,6 +247,9 @@ def test_host_of_the_store_dies_the_others_end_with_a_clear_error(tmp_path: Path
         them.kill(0)
         assert them.wait(1) == 1
         assert "hosted the rendezvous store" in them.log(1)
+        (line,) = incidents.said(them.log(1))
+        assert re.match(r"(machine|network): the host of the rendezvous store, \S+:29400,: ", line), line
+        assert line.endswith("-> stop")
 
 
 def test_store_on_a_machine_that_does_not_train_any_training_node_may_die(tmp_path: Path, train: Path) -> None:
@@ -258,6 +262,8 @@ def test_store_on_a_machine_that_does_not_train_any_training_node_may_die(tmp_pa
         them.until(partial(committed, tmp_path), "a committed checkpoint")
         them.kill(0)
         them.until(partial(grew, tmp_path, 2, 1), "2 ranks")
+        (found,) = them.until(lambda: incidents.in_memory(them.memory(1)), "the report of the one that is left")
+        assert (found.kind, found.host, found.action) == ("node lost", f"{them.prefix}0", "restart without that node")
         them.start(0, *FLAGS, train, tmp_path, 100000, 0.1, nnodes="1:2", host=2, conf="is_host=0")
         them.until(partial(grew, tmp_path, 4, 2), "4 ranks again")
         them.processes[2].send_signal(signal.SIGTERM)
@@ -277,8 +283,11 @@ def test_port_of_the_store_is_taken_the_host_says_so_and_ends() -> None:
         assert (result.returncode, f"port {port} cannot be served" in result.stderr) == (1, True), result.stderr
 
 
-def test_node_check_the_slow_and_the_broken_node_are_named_and_the_others_train(tmp_path: Path) -> None:
-    """6 nodes: node 3 sends at 10 Mbit/s, node 5 cannot answer the others; 4 are left and train."""
+def test_node_check_the_slow_and_the_broken_node_are_named_and_the_others_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """6 nodes: node 3 sends at 10 Mbit/s, node 5 cannot answer the others; 4 are left and train, and the hook knows."""
+    monkeypatch.setenv("FLASHCKPT_HOOK", f"sh -c 'cat >> {tmp_path}/told'")
     train = tmp_path / "train.py"
     train.write_text(TRAIN)
     (tmp_path / "finish").touch()
@@ -295,6 +304,13 @@ def test_node_check_the_slow_and_the_broken_node_are_named_and_the_others_train(
     assert "this node is excluded: the exchange with other nodes failed" in logs[5]
     for node in (0, 1, 2, 4):
         assert re.search(r"excluded: node 3: the exchange .* took .*; node 5: the exchange .* failed", logs[node])
+    told = [json.loads(line) for line in (tmp_path / "told").read_text().splitlines()]
+    unhealthy = {one["node"]: one for one in told if "-check-" in one["id"]}
+    assert {(one["event"], one["host"]) for one in unhealthy.values()} == {
+        ("node unhealthy", f"{them.prefix}3"),
+        ("node unhealthy", f"{them.prefix}5"),
+    }
+    assert unhealthy[5]["reason"] == "node check: the exchange with other nodes failed"
     assert {int((tmp_path / f"life0-rank{rank}").read_text().split()[1]) for rank in range(4)} == {4}
 
 

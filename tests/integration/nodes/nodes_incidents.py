@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from support import incidents
+from support.browser import CHROMIUM, browser, dashboard
 from support.dlrun import ENGINE, dlrun, first_steps
 from support.nodes import Nodes, nodes
 
@@ -50,6 +51,27 @@ def test_dead_link_the_node_is_named_with_the_seconds_since_its_last_sign(tmp_pa
     assert 3.0 < found.silent_s < 60.0
     assert incidents.said(log) == [found.verdict]
     assert "the other ranks: 2 in " in log
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_a_node_that_is_lost_is_seen_on_the_open_page(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ENGINE.replace("life{life}", "life{os.environ['WORLD_SIZE']}"))
+    with nodes(tmp_path, 3) as them, browser(tmp_path / "profile") as page:
+        for node in range(3):
+            them.start(node, "--nproc-per-node=1", tmp_path / "train.py", tmp_path, 100000, 0.05, nnodes="2:3")
+        them.until(lambda: first_steps(tmp_path, 3, 3), "3 ranks")
+        them.until(lambda: list((tmp_path / "root" / "history").glob("0*")), "the session on the root")
+        with dashboard(tmp_path / "root", env={"FLASHCKPT_SHM_DIR": str(them.memory(0))}) as address:
+            page.open(address)
+            page.until("document.getElementById('state').innerText === 'running, generation 1'")
+            page.value("window.stays = 1")
+            them.kill(2)
+            page.until("document.getElementById('incidents').innerText.includes('stopped answering with rank 2')", 120)
+            page.until("document.getElementById('state').innerText === 'running, generation 2'", 120)
+            page.until("[...document.querySelectorAll('#sessions tr')][1].children[3].innerText === '2'")
+            assert page.value("window.stays") == 1, "it was not loaded again"
+        (found,) = reported(them, 0)
+        assert found.host == f"{them.prefix}2"
 
 
 def test_wrong_environment_on_one_node_before_the_first_step(tmp_path: Path) -> None:

@@ -111,7 +111,9 @@ def test_the_page_holds_what_root_and_memory_say(job: FakeJob) -> None:
     assert (found["summary"]["restarts"], found["summary"]["steps_lost"], found["error"]) == (1, 10, "")
     assert [one["generation"] for one in found["sessions"]] == [1, 2]
     assert found["curves"][1]["points"]["loss"][-1] == (51, 0.125), "what has not reached the root yet"
-    assert [(one["step"], one["state"], one["kept"]) for one in found["checkpoints"]] == [(20, "committed", False)]
+    assert [(one["step"], one["state"], one["kept"]) for one in found["checkpoints"]] == [
+        (20, "committed", "keep_last 3")
+    ]
     assert [(one["rank"], one["step"]) for one in found["ranks"]] == [(0, 50), (1, 50)]
     assert [one["verdict"] for one in found["incidents"]] == [INCIDENT.verdict]
     assert PageSource("fake").root == job.root, "a job is known by its id, too"
@@ -228,9 +230,9 @@ def test_chromium_draws_it_and_runs_nothing_of_others(job: FakeJob, tmp_path: Pa
     assert "&lt;/script&gt;&lt;img" in dom
     assert dom.count('role="option"') == 1000
     assert re.search(r'class="rank late"[^>]*aria-label="rank 700: late, step 49', dom)
-    assert "1000 ranks: 999 on time, 1 late" in dom
+    assert "1000 ranks on 1 node: 999 on time, 1 late" in dom
     assert dom.count('class="restart"') == 1, "a restart, at the step that it was restored from"
     assert 'aria-label="loss: 60 points, steps 1 to 50' in dom
-    assert dom.count("<td>memory: rank 1 on &lt;/script&gt;") == 1
-    assert dom.count("<td>2 in &lt;/script&gt;") == 1
+    assert dom.count("memory: rank 1 on &lt;/script&gt;") == 3, "the verdict, its report, and its place in the timeline"
+    assert dom.count("2 in &lt;/script&gt;") == 1
     assert dom.count("<td>stopped</td>") == 1

@@ -7,11 +7,26 @@ import errno
 import socket
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from flashckpt.daemon.launcher.node_check import Check, NodeTiming, first_pairs, is_due, second_pairs, verdict
+from flashckpt.daemon.launcher import node_probe
+from flashckpt.daemon.launcher.node_check import (
+    DISK,
+    EXCHANGE,
+    MEMORY,
+    PRODUCT,
+    Check,
+    NodeTiming,
+    first_pairs,
+    is_due,
+    measured_alone,
+    second_pairs,
+    slow,
+    verdict,
+)
 from flashckpt.daemon.launcher.stop import Group
 
 INFINITE = float("inf")
@@ -62,13 +77,30 @@ def test_two_bad_nodes_in_one_pair_are_both_named() -> None:
     assert sorted(verdict(alone(*[1] * 6), first, pairs((2, 0, INFINITE), (3, 1, 8.0)))) == [2, 3]
 
 
+def test_a_disk_is_shared_with_others_and_may_be_slower_than_a_processor() -> None:
+    disks = [NodeTiming(nodes=(node,), seconds=seconds, what=DISK) for node, seconds in enumerate((0.5, 0.5, 3.0, 4.5))]
+    assert [item.nodes for item in slow([*disks, *alone(1, 1, 1, 1)])] == [(3,)]
+
+
+def test_a_node_is_measured_and_what_is_broken_is_infinite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = measured_alone()
+    assert set(found) == {PRODUCT, MEMORY, DISK}
+    assert all(0 < seconds < INFINITE for seconds in found.values()), found
+    assert node_probe.disk_s(str(tmp_path / "not there")) == INFINITE
+    hangs = threading.Event()
+    monkeypatch.setattr("os.fsync", lambda _: hangs.wait())
+    assert node_probe.disk_s(str(tmp_path), limit_s=0.01) == INFINITE
+    hangs.set()
+    assert node_probe.fastest(lambda: False, 2) == INFINITE
+
+
 def run_checks(
-    count: int, *, slow_product: int = -1, slow_network: int = -1, timeout_s: float = 30.0
+    count: int, *, slow_alone: int = -1, slow_network: int = -1, timeout_s: float = 30.0, slow_in: str = PRODUCT
 ) -> list[dict[int, str]]:
     store, found = HashStore(), [{-1: "not run"} for _ in range(count)]
 
-    def product_of(node: int) -> Callable[[], float]:
-        return lambda: 5.0 if node == slow_product else 1.0
+    def measure_of(node: int) -> Callable[[], dict[str, float]]:
+        return lambda: {PRODUCT: 1.0, MEMORY: 0.1, DISK: 1.0} | ({slow_in: 50.0} if node == slow_alone else {})
 
     def one(node: int) -> None:
         delay_s = 1.0 if node == slow_network else 0.0
@@ -78,7 +110,7 @@ def run_checks(
             count=count,
             address="127.0.0.1",
             timeout_s=timeout_s,
-            product=product_of(node),
+            measure=measure_of(node),
             delay_s=delay_s,
         )
         found[node] = check.run()
@@ -91,10 +123,10 @@ def run_checks(
     return found
 
 
-@pytest.mark.parametrize("kind", ["slow_product", "slow_network"])
-def test_artificially_slow_node_is_named_by_all_nodes(kind: str) -> None:
-    found = run_checks(6, **{kind: 3})
-    assert all(list(one) == [3] for one in found), found
+@pytest.mark.parametrize("what", [PRODUCT, MEMORY, DISK, EXCHANGE])
+def test_artificially_slow_node_is_named_by_all_nodes_with_what_is_slow(what: str) -> None:
+    found = run_checks(6, slow_network=3) if what == EXCHANGE else run_checks(6, slow_alone=3, slow_in=what)
+    assert all(list(one) == [3] and one[3].startswith(f"{what} took") for one in found), found
     assert len({str(one) for one in found}) == 1
 
 
@@ -146,7 +178,7 @@ def test_node_that_never_answers_is_named() -> None:
     store, found = HashStore(), {}
 
     def one(node: int) -> None:
-        check = Check(store, node=node, count=4, address="127.0.0.1", timeout_s=1.0, product=lambda: 1.0)
+        check = Check(store, node=node, count=4, address="127.0.0.1", timeout_s=1.0, measure=lambda: {PRODUCT: 1.0})
         found[node] = check.run()
 
     threads = [threading.Thread(target=one, args=(node,)) for node in (0, 1, 2)]

@@ -21,9 +21,11 @@ from support.ranks import wait_for
 from support.s3 import free_port
 
 from flashckpt.checkpoint.generations import claim_generation
-from flashckpt.checkpoint.history import SessionRecord, write_session
+from flashckpt.checkpoint.history import SessionRecord, read_history, read_ranks, write_session
+from flashckpt.core.rank_table import RankTimes
 from flashckpt.daemon.persister.metrics import COUNTERS, GAUGES, class_of
 from flashckpt.shm.control import Control
+from flashckpt.shm.rank_table import write_table
 from flashckpt.storage.factory import open_store
 
 PROMTOOL, PROMETHEUS = shutil.which("promtool"), shutil.which("prometheus")
@@ -33,7 +35,7 @@ NAME = re.compile(r"flashckpt_[a-z_]+")
 def exposed() -> set[str]:
     """Return the names as Prometheus stores them."""
     return (
-        {"flashckpt_restore_seconds"}
+        {"flashckpt_restore_seconds", "flashckpt_phase_seconds"}
         | {f"flashckpt_{name}" for name in GAUGES}
         | {f"flashckpt_{name}_total" for name in COUNTERS}
     )
@@ -60,12 +62,22 @@ def endpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
             row.entered, row.restore_started, row.restored, row.first_step = 10**9, 2 * 10**9, 4 * 10**9, 8 * 10**9
             row.restored_from = 1 + rank
             row.snapshots, row.stall_ns = 6, 10**9 + rank * 5 * 10**8
+    times = [
+        RankTimes(rank=rank, step=40, step_s=1.0, seconds={"data": 0.25 + rank}, slow="data" * rank)
+        for rank in range(2)
+    ]
+    write_table(job.directory.path, times)
     job.step(40, persist=True)
     with daemon_of(job) as daemon:
         assert daemon.turn() is False
         turn_until(daemon, lambda: daemon.numbers().get("lost_steps"), "the sessions before")
         turn_until(daemon, lambda: daemon.numbers().get("committed_age_seconds"), "a commit")
         assert daemon.endpoint is not None
+        turn_until(
+            daemon,
+            lambda: read_ranks(store, read_history(store)[-1].key) == times,
+            "the times of the ranks on the root",
+        )
         yield f"127.0.0.1:{daemon.endpoint.port}"
     job.die()
 
@@ -90,6 +102,8 @@ def test_a_job_says_what_it_has_cost(scraped: str) -> None:
     assert 0 <= float(values["flashckpt_goodput_ratio"]) < 1
     assert 'flashckpt_restarts_total{cause="signal",job="fake",node="0"} 1.0' in scraped
     assert 'flashckpt_restarts_total{cause="unknown",job="fake",node="0"} 1.0' in scraped
+    assert values["flashckpt_slow_ranks"] == "1.0"
+    assert 'flashckpt_phase_seconds{job="fake",node="0",phase="data"} 0.25' in scraped, "of the median rank"
     assert re.search(r'flashckpt_build_info\{job="fake",node="0",version="[0-9.]+"\} 1.0', scraped)
 
 
@@ -160,7 +174,7 @@ scrape_configs:
         )
         groups = wait_for(lambda: [g for g in asked(f"{api}/rules")["groups"] if all(r["health"] == "ok" for r in g["rules"])],
                           what="alerts that are evaluated")  # fmt: skip
-        assert len(groups[0]["rules"]) == 6
+        assert len(groups[0]["rules"]) == 7
         panels = json.loads((ROOT / "packaging/grafana.json").read_text())["panels"]
         queries = [one["expr"].replace("$run", "fake") for panel in panels for one in panel["targets"]]
         assert [one for one in queries if asked(f"{api}/query", one) is None] == [], "those that it cannot evaluate"
