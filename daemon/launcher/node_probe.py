@@ -1,4 +1,4 @@
-"""What `--node-check` measures of one node alone: a matrix product, its memory, its disk. In seconds, infinite where it failed."""
+"""Measurements of `--node-check` on one node alone: a matrix product, its memory, its disk. In seconds, infinite where it failed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LIMIT_S = 30.0
 """Seconds after which a device or disk counts as broken."""
 _HOST_BYTES, _DISK_BYTES, _CHUNK_BYTES = 64 << 20, 16 << 20, 1 << 30
 _DEVICE_SHARE = 0.9
-"""Of a device's free memory that is tried."""
+"""The share of a device's free memory that is tried."""
 INFINITE = float("inf")
 
 

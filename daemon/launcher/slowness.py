@@ -17,7 +17,7 @@ from flashckpt.core.rank_table import PROCESSOR, RankTimes
 SLOW = 1.3
 """A phase that takes so many times the median of the ranks is slow."""
 SHARE = 0.05
-"""Of a step: a rank whose phase is longer by less than this is not worth a word."""
+"""The share of a step by which a phase has to be longer to be worth a word."""
 NAMED_S = 60.0
 """Seconds for which a rank is slow before it is named, or is not before it has recovered."""
 OWN, MIXED = ("data", "snapshot", PROCESSOR), ("forward", "backward", "sync", "clip", "optimizer")
@@ -36,7 +36,7 @@ class Slow(NamedTuple):
     step: int = -1
 
 
-class Change(NamedTuple):
+class PaceChange(NamedTuple):
     """Something to say: a place is slow, or has been so for `since_s` seconds and is no more."""
 
     place: Place
@@ -88,7 +88,7 @@ class Naming:
         self._fast: dict[Place, float] = {}
         self.named: dict[Place, Slow] = {}
 
-    def look(self, now: float, slow: Mapping[Place, Slow]) -> list[Change]:
+    def look(self, now: float, slow: Mapping[Place, Slow]) -> list[PaceChange]:
         """Return what is to be said at `now` (seconds of any clock), and remember that it was."""
         found = []
         for place in [*slow, *(place for place in self._since if place not in slow)]:
@@ -98,12 +98,12 @@ class Naming:
                 self._fast.pop(place, None)
                 if now - since >= NAMED_S and place not in self.named:
                     self.named[place] = slow[place]
-                    found.append(Change(place, slow[place], recovered=False, since_s=now - since))
+                    found.append(PaceChange(place, slow[place], recovered=False, since_s=now - since))
             elif place not in self.named:
                 del self._since[place]
             elif now - self._fast.setdefault(place, now) >= NAMED_S:
                 since, was = self._since.pop(place), self.named.pop(place)
-                found.append(Change(place, was, recovered=True, since_s=self._fast.pop(place) - since))
+                found.append(PaceChange(place, was, recovered=True, since_s=self._fast.pop(place) - since))
         return found
 
 

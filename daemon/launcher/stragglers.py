@@ -21,7 +21,7 @@ from flashckpt.core.rank_table import PROCESSOR, RankTimes, times_of
 from flashckpt.core.records import pack
 from flashckpt.daemon.launcher import account as said
 from flashckpt.daemon.launcher.incidents import Incidents, new_name
-from flashckpt.daemon.launcher.slowness import Change, Naming, marked, slow_places
+from flashckpt.daemon.launcher.slowness import Naming, PaceChange, marked, slow_places
 from flashckpt.daemon.launcher.stop import Group, KeyValueStore
 from flashckpt.daemon.launcher.watch import JobWatch
 from flashckpt.shm.control import PHASES, ControlRow
@@ -48,7 +48,7 @@ class _Sample(NamedTuple):
     processor_ns: int
 
 
-class Meter:
+class PhaseMeter:
     """Measures the ranks of this node between two looks."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ def processor_ns(pid: int) -> int:
 
 
 class Stragglers:
-    """Of one generation of workers.
+    """The slow ranks and nodes of one generation of workers.
 
     Args:
         watch: The agent's eyes on the job.
@@ -94,7 +94,7 @@ class Stragglers:
 
     def __init__(self, watch: JobWatch, incidents: Incidents) -> None:
         self._watch, self._incidents = watch, incidents
-        self._meter, self._naming = Meter(), Naming()
+        self._meter, self._naming = PhaseMeter(), Naming()
         self._nodes: dict[int, list[RankTimes]] = {}
         self._looked_s, self._next, self._reports = time.monotonic(), 0, 0
 
@@ -132,7 +132,7 @@ class Stragglers:
             if found := _read(others.store, self._next):
                 self._nodes[self._next] = found
 
-    def _report(self, change: Change, here: Sequence[int]) -> None:
+    def _report(self, change: PaceChange, here: Sequence[int]) -> None:
         (node, rank), slow = change.place, change.slow
         self._reports += 1
         if self._reports > MOST_REPORTS:

@@ -13,7 +13,7 @@ from flashckpt.bench import scratch
 from flashckpt.cli.common import Command, json_option, new_table, show
 from flashckpt.cli.quantity import DURATION
 from flashckpt.exactness import comparing
-from flashckpt.exactness.comparing import EXACT, Finding
+from flashckpt.exactness.comparing import EXACT, Judgement
 from flashckpt.exactness.runs import NotCheckedError, Ran, Script
 from flashckpt.printable import counted
 
@@ -65,7 +65,7 @@ def check(
     return 0 if found.verdict == EXACT else 1
 
 
-def judged(script: Script, kill_after: int, ignore: tuple[str, ...] = ()) -> Finding:
+def judged(script: Script, kill_after: int, ignore: tuple[str, ...] = ()) -> Judgement:
     """Run a script three times, and compare.
 
     Raises:
@@ -89,12 +89,12 @@ def judged(script: Script, kill_after: int, ignore: tuple[str, ...] = ()) -> Fin
     )
 
 
-def _not_continued(killed: Ran) -> Finding:
+def _not_continued(killed: Ran) -> Judgement:
     """Return that the restarted script ends, where the unbroken one continues."""
     what = f"the restarted script takes no step: {killed.why()}"
     remedy = "begin the loop at report.step + 1 of `report = ckpt.restore()`"
-    return Finding(verdict=comparing.NOT_EXACT, causes=[
-        comparing.Cause(kind="state", name="restart", what=what, remedy=remedy)
+    return Judgement(verdict=comparing.NOT_EXACT, causes=[
+        comparing.Moved(kind="state", name="restart", what=what, remedy=remedy)
     ])  # fmt: skip
 
 
@@ -123,7 +123,7 @@ def _refuse_unusable(run: Ran, kill_after: int) -> None:
     )
 
 
-def _table(found: Finding, script: str) -> Group:
+def _table(found: Judgement, script: str) -> Group:
     table = new_table("WHAT", "TO DO", title=_title(found, script))
     for cause in [*found.causes, *([] if found.causes else found.hints)]:
         table.add_row(cause.what, cause.remedy)
@@ -136,7 +136,7 @@ def _table(found: Finding, script: str) -> Group:
     return Group(*lines)
 
 
-def _title(found: Finding, script: str) -> str:
+def _title(found: Judgement, script: str) -> str:
     if found.verdict == comparing.NOT_DETERMINISTIC:
         return f"{script} is not deterministic in itself: two unbroken runs differ from step {found.first} on"
     if found.verdict == EXACT:

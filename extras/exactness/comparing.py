@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flashckpt.exactness.records import BEGINS, ENDS, RESTORED, Seen, Trace
+from flashckpt.exactness.records import BEGINS, ENDS, RESTORED, Recorded, RunTrace
 
 EXACT, NOT_EXACT, NOT_DETERMINISTIC = "exact", "not exact", "not deterministic"
 _DRAWN = (
@@ -18,7 +18,7 @@ _ORDER = ("state", "changed", "object", "generator", "tensor", "data", "value")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cause:
+class Moved:
     """One thing that is not what it was.
 
     Attributes:
@@ -39,7 +39,7 @@ class Cause:
 
 
 @dataclass(kw_only=True)
-class Finding:
+class Judgement:
     """What the comparison of two runs says of one rank.
 
     Attributes:
@@ -53,15 +53,15 @@ class Finding:
 
     verdict: str = EXACT
     restored: int = 0
-    causes: list[Cause] = field(default_factory=list)
-    hints: list[Cause] = field(default_factory=list)
+    causes: list[Moved] = field(default_factory=list)
+    hints: list[Moved] = field(default_factory=list)
     moved: list[str] = field(default_factory=list)
     first: int | None = None
 
 
-def deterministic(first: Trace, second: Trace, ignored: Sequence[str] = ()) -> Finding:
+def deterministic(first: RunTrace, second: RunTrace, ignored: Sequence[str] = ()) -> Judgement:
     """Compare two unbroken runs; NOT_DETERMINISTIC names what differs first."""
-    found = Finding()
+    found = Judgement()
     for at in (at for at in first.leaves if at in second.leaves):
         other = _differing(first.leaves[at], second.leaves[at], ignored)
         data = at[0] == ENDS and first.inputs[at[1]] != second.inputs[at[1]]
@@ -71,21 +71,21 @@ def deterministic(first: Trace, second: Trace, ignored: Sequence[str] = ()) -> F
         found.verdict, found.first, found.moved = NOT_DETERMINISTIC, at[1], state
         drawn = [path for path, leaf in other.items() if leaf.kind == "generator" and _moves(first, path)]
         found.causes = [
-            Cause(kind="generator", name=path, what=f"{path} differs between two unbroken runs", remedy="seed it")
+            Moved(kind="generator", name=path, what=f"{path} differs between two unbroken runs", remedy="seed it")
             for path in drawn
         ]
         if data:
             what = f"step {at[1]} is given other data in each unbroken run"
-            found.causes.append(Cause(kind="data", name="data", what=what, remedy="give the order of the data a seed"))
+            found.causes.append(Moved(kind="data", name="data", what=what, remedy="give the order of the data a seed"))
         if not found.causes:
             remedy = "look for clocks, hashes, threads, and operations without torch.use_deterministic_algorithms(True)"
             what = f"{state[0]} differs between two unbroken runs, with the same data and generators"
-            found.causes.append(Cause(kind="state", name=state[0], what=what, remedy=remedy))
+            found.causes.append(Moved(kind="state", name=state[0], what=what, remedy=remedy))
         break
     return found
 
 
-def noise(first: Trace, second: Trace) -> set[str]:
+def noise(first: RunTrace, second: RunTrace) -> set[str]:
     """Return the paths that differ between two unbroken runs: clocks, and generators that nothing of the state needs."""
     return {
         path
@@ -95,7 +95,7 @@ def noise(first: Trace, second: Trace) -> set[str]:
     }
 
 
-def continued(unbroken: Trace, restarted: Trace, *, ignored: Sequence[str] = ()) -> Finding:
+def continued(unbroken: RunTrace, restarted: RunTrace, *, ignored: Sequence[str] = ()) -> Judgement:
     """Compare a run that was killed and restarted with one that was not.
 
     Args:
@@ -104,7 +104,7 @@ def continued(unbroken: Trace, restarted: Trace, *, ignored: Sequence[str] = ())
         ignored: Patterns of names, and the paths of `noise`.
     """
     at = restarted.restored or 0
-    found = Finding(restored=at)
+    found = Judgement(restored=at)
     last = max((step for step in restarted.steps if step in unbroken.inputs), default=0)
     kept = _differing(_of(unbroken, ENDS, last), _of(restarted, ENDS, last), ignored)
     given = _differing(_of(unbroken, ENDS, at), _of(restarted, RESTORED, at), ignored)
@@ -129,7 +129,7 @@ def continued(unbroken: Trace, restarted: Trace, *, ignored: Sequence[str] = ())
     return found
 
 
-def _consequences(found: Finding, unbroken: Trace, restarted: Trace, ignored: Sequence[str]) -> None:
+def _consequences(found: Judgement, unbroken: RunTrace, restarted: RunTrace, ignored: Sequence[str]) -> None:
     for step in restarted.steps:
         if step in unbroken.inputs and not found.moved:
             other = _differing(_of(unbroken, ENDS, step), _of(restarted, ENDS, step), ignored)
@@ -137,11 +137,11 @@ def _consequences(found: Finding, unbroken: Trace, restarted: Trace, ignored: Se
             found.first = step if found.moved else None
 
 
-def _of(trace: Trace, kind: str, step: int) -> Mapping[str, Seen]:
+def _of(trace: RunTrace, kind: str, step: int) -> Mapping[str, Recorded]:
     return trace.leaves.get((kind, step), {})
 
 
-def _differing(a: Mapping[str, Seen], b: Mapping[str, Seen], ignored: Sequence[str]) -> dict[str, Seen]:
+def _differing(a: Mapping[str, Recorded], b: Mapping[str, Recorded], ignored: Sequence[str]) -> dict[str, Recorded]:
     """Return what both have and is another one, as `a` has it."""
     exact, patterns = set(ignored), [one for one in ignored if set("*?[") & set(one)]
     return {
@@ -154,65 +154,65 @@ def _differing(a: Mapping[str, Seen], b: Mapping[str, Seen], ignored: Sequence[s
     }
 
 
-def _moves(trace: Trace, path: str) -> bool:
+def _moves(trace: RunTrace, path: str) -> bool:
     """Return whether a generator is drawn from at all: one that stands still may have any state."""
     return len({leaves[path].digest for leaves in trace.leaves.values() if path in leaves}) > 1
 
 
 def _of_state(
-    given: Mapping[str, Seen], before: Mapping[str, Seen], carried: Collection[str], step: int
-) -> list[Cause]:
+    given: Mapping[str, Recorded], before: Mapping[str, Recorded], carried: Collection[str], step: int
+) -> list[Moved]:
     found = []
     for path, leaf in given.items():
         if leaf.kind == "tracked":
             what = f"{leaf.owner!r} ({leaf.of}) is not what it was after step {step}: {path} differs"
             remedy = "let its load_state_dict() set what its state_dict() returns"
-            found.append(Cause(kind="state", name=leaf.owner, what=what, remedy=remedy))
+            found.append(Moved(kind="state", name=leaf.owner, what=what, remedy=remedy))
     for path, leaf in before.items():
         if leaf.kind == "tracked" and path not in given and path not in carried:
             what = f"step {step + 1} sets {path} of {leaf.owner!r} ({leaf.of}) to another value"
             remedy = "derive the value from the step, or keep what it is made of in a tracked object"
-            found.append(Cause(kind="changed", name=leaf.owner, what=what, remedy=remedy))
+            found.append(Moved(kind="changed", name=leaf.owner, what=what, remedy=remedy))
         elif leaf.kind == "tracked" and path not in given:
             what = f"{leaf.owner!r} ({leaf.of}) is changed between restore() and the first step: {path} differs"
             remedy = "build and initialise everything before restore()"
-            found.append(Cause(kind="changed", name=leaf.owner, what=what, remedy=remedy))
+            found.append(Moved(kind="changed", name=leaf.owner, what=what, remedy=remedy))
     return found
 
 
-def _of_variable(path: str, leaf: Seen, now: Seen | None) -> Cause:
+def _of_variable(path: str, leaf: Recorded, now: Recorded | None) -> Moved:
     if leaf.kind == "object":
         what, remedy = (
             f"{leaf.owner} ({leaf.of}) is not restored: {path} differs",
             f"track it: track({_name(leaf)}=...)",
         )
-        return Cause(kind="object", name=leaf.owner, what=what, remedy=remedy)
+        return Moved(kind="object", name=leaf.owner, what=what, remedy=remedy)
     if leaf.kind == "tensor":
         remedy = "keep it in a tracked object: a buffer, or one with state_dict() and load_state_dict()"
         what = f"the tensor {path} ({leaf.shown}) is not restored"
-        return Cause(kind="tensor", name=path.partition("[")[0], what=what, remedy=remedy)
+        return Moved(kind="tensor", name=path.partition("[")[0], what=what, remedy=remedy)
     what = f"{path} is {now.shown if now else '?'} and was {leaf.shown}"
-    return Cause(kind="value", name=path, what=what, remedy="derive it from the step, or keep it in a tracked object")
+    return Moved(kind="value", name=path, what=what, remedy="derive it from the step, or keep it in a tracked object")
 
 
-def _name(leaf: Seen) -> str:
+def _name(leaf: Recorded) -> str:
     words = leaf.owner.rpartition(": ")[2].replace(".", "_")
     return words if words.isidentifier() else "name"
 
 
-def _of_generator(path: str, leaf: Seen, *, rng: bool) -> Cause:
+def _of_generator(path: str, leaf: Recorded, *, rng: bool) -> Moved:
     if not leaf.owner:
         remedy = "track an object whose state_dict() and load_state_dict() are its get_state() and set_state()"
-        return Cause(kind="generator", name=path, what=f"the generator {path} is not restored", remedy=remedy)
+        return Moved(kind="generator", name=path, what=f"the generator {path} is not restored", remedy=remedy)
     if rng:
-        return Cause(
+        return Moved(
             kind="generator", name=path, what=f"{path} differs at the first step after the restore", remedy=_DRAWN
         )
     what = f"{path} differs after the restore: it is not tracked"
-    return Cause(kind="generator", name=path, what=what, remedy="track(..., rng=True)")
+    return Moved(kind="generator", name=path, what=what, remedy="track(..., rng=True)")
 
 
-def _of_data(unbroken: Trace, restarted: Trace, at: int) -> list[Cause]:
+def _of_data(unbroken: RunTrace, restarted: RunTrace, at: int) -> list[Moved]:
     """Return the first step that was given other data, and whose data it was given."""
     for step in restarted.steps:
         if step not in unbroken.inputs or unbroken.inputs[step] == restarted.inputs[step]:
@@ -227,18 +227,18 @@ def _of_data(unbroken: Trace, restarted: Trace, at: int) -> list[Cause]:
             what = f"step {step} is given only a part of its data"
         else:
             what = f"step {step} is given {whose} in the unbroken run"
-        return [Cause(kind="data", name=f"step {step}", what=what, remedy=_ELASTIC)]
+        return [Moved(kind="data", name=f"step {step}", what=what, remedy=_ELASTIC)]
     return []
 
 
-def merged(findings: Iterable[Finding]) -> Finding:
+def merged(findings: Iterable[Judgement]) -> Judgement:
     """Return one finding of all ranks: the worst verdict, each cause once."""
     every = list(findings)
     worst = max(every, key=lambda one: (EXACT, NOT_EXACT, NOT_DETERMINISTIC).index(one.verdict))
     causes = {(c.kind, c.name): c for one in reversed(every) for c in one.causes}
     hints = {c.name: c for one in reversed(every) for c in one.hints}
     moved = list(dict.fromkeys(path for one in every for path in one.moved))
-    return Finding(
+    return Judgement(
         verdict=worst.verdict,
         restored=worst.restored,
         causes=sorted(causes.values(), key=lambda cause: _ORDER.index(cause.kind)),
@@ -248,7 +248,7 @@ def merged(findings: Iterable[Finding]) -> Finding:
     )
 
 
-def as_json(found: Finding) -> dict[str, Any]:
+def as_json(found: Judgement) -> dict[str, Any]:
     """Return a finding for JSON."""
     return {
         "verdict": found.verdict,

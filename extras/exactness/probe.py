@@ -36,7 +36,7 @@ class Plan:
     kill_after: int = 0
 
 
-class Probe:
+class RankProbe:
     """Observes the first Checkpointer that takes a step.
 
     Args:
@@ -111,12 +111,12 @@ class Probe:
                 signal.pause()
 
 
-def _init(probe: Probe, original: Any, self: Checkpointer, root: Any, **settings: Any) -> None:
+def _init(probe: RankProbe, original: Any, self: Checkpointer, root: Any, **settings: Any) -> None:
     ours = {"snapshot_every": 1, "persist_every": None, "job": None, "replicate": 0, "storage_options": None}
     original(self, probe.made(root), **(settings | ours | {"compression": "off"}))
 
 
-def _track(probe: Probe, original: Any, self: Checkpointer, **things: Any) -> None:
+def _track(probe: RankProbe, original: Any, self: Checkpointer, **things: Any) -> None:
     before = set(map(id, self._tracked.parts()))
     original(self, **things)
     for part in self._tracked.parts():
@@ -126,14 +126,14 @@ def _track(probe: Probe, original: Any, self: Checkpointer, **things: Any) -> No
             )
 
 
-def _restore(probe: Probe, original: Any, self: Checkpointer, *args: Any, **settings: Any) -> Any:
+def _restore(probe: RankProbe, original: Any, self: Checkpointer, *args: Any, **settings: Any) -> Any:
     report = original(self, *args, **settings)
     probe.restored(self, report.step if report is not None else 0)
     return report
 
 
 def _step(
-    probe: Probe, original: Any, self: Checkpointer, step: int, samples: int | None = None, *, persist: bool = False
+    probe: RankProbe, original: Any, self: Checkpointer, step: int, samples: int | None = None, *, persist: bool = False
 ) -> None:
     del persist  # nothing of a check is persisted
     probe.before_step(step)
@@ -144,7 +144,7 @@ def _step(
 _CALLS = {"__init__": _init, "track": _track, "restore": _restore, "step": _step}
 
 
-def _method(function: Any, probe: Probe, original: Any) -> Any:
+def _method(function: Any, probe: RankProbe, original: Any) -> Any:
     def method(self: Checkpointer, *args: Any, **settings: Any) -> Any:
         return function(probe, original, self, *args, **settings)
 
@@ -154,7 +154,7 @@ def _method(function: Any, probe: Probe, original: Any) -> Any:
 def main(words: list[str]) -> None:
     """Run a script as `python SCRIPT ARGS` would, observed."""
     plan, script, arguments = Plan(**json.loads(words[0])), words[1], words[2:]
-    probe = Probe(plan)
+    probe = RankProbe(plan)
     probe.install()
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))

@@ -12,7 +12,7 @@ MADE, RESTORED, BEGINS, ENDS, ENDED = "made", "restored", "begins", "ends", "end
 """Instants: a Checkpointer was made; restore() has ended; a step gives the model its first input; step() has ended; the script has."""
 
 
-class Seen(NamedTuple):
+class Recorded(NamedTuple):
     """One leaf as it was written; the fields are those of `leaves.Leaf`."""
 
     kind: str
@@ -23,7 +23,7 @@ class Seen(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class Trace:
+class RunTrace:
     """What one rank saw in one start.
 
     Attributes:
@@ -36,7 +36,7 @@ class Trace:
     """
 
     restored: int | None = None
-    leaves: dict[tuple[str, int], Mapping[str, Seen]] = field(default_factory=dict)
+    leaves: dict[tuple[str, int], Mapping[str, Recorded]] = field(default_factory=dict)
     inputs: dict[int, list[str]] = field(default_factory=dict)
     rng: bool = False
     is_made: bool = False
@@ -57,7 +57,7 @@ class Trace:
         if kind == ENDS:
             self.inputs[step] = line["inputs"]
         if "leaves" in line:
-            self.leaves[kind, step] = {path: Seen(*leaf) for path, leaf in line["leaves"].items()}
+            self.leaves[kind, step] = {path: Recorded(*leaf) for path, leaf in line["leaves"].items()}
 
 
 def record_file(folder: Path, rank: int, trace: int) -> Path:
@@ -70,9 +70,9 @@ def done_file(folder: Path, rank: int) -> Path:
     return folder / f"{rank}.done"
 
 
-def read_trace(folder: Path, rank: int, trace: int) -> Trace:
+def read_trace(folder: Path, rank: int, trace: int) -> RunTrace:
     """Return what a rank saw; a line that its kill cut short is left out."""
-    found, path = Trace(), record_file(folder, rank, trace)
+    found, path = RunTrace(), record_file(folder, rank, trace)
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
             found.add(json.loads(line))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashckpt.errors import FlashckptError
-from flashckpt.exactness.records import Trace, done_file, read_trace
+from flashckpt.exactness.records import RunTrace, done_file, read_trace
 from flashckpt.shm.persister_process import stat_of
 
 _KEPT = ("FLASHCKPT_COPY", "FLASHCKPT_LOCKED_MB", "FLASHCKPT_TRACEBACK")
@@ -123,7 +123,7 @@ class Ran:
         """Whether every rank came to the last step."""
         return all(done_file(self.folder, rank).exists() for rank in range(self.ranks))
 
-    def traces(self, trace: int = 0) -> list[Trace]:
+    def traces(self, trace: int = 0) -> list[RunTrace]:
         """Return what each rank saw in one start."""
         return [read_trace(self.folder, rank, trace) for rank in range(self.ranks)]
 

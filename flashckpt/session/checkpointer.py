@@ -339,10 +339,10 @@ class Checkpointer:
         self._alive().log(name, value, step)
 
     def phases(self, **seconds: float) -> None:
-        """Tell where the time of a step went, e.g. `ckpt.phases(data=0.02)`: dlrun names ranks that are slow, and in what.
+        """Report where the time of a step went, e.g. `ckpt.phases(data=0.02)`: dlrun names ranks that are slow, and in what.
 
         Args:
-            seconds: Of `data`, `forward`, `backward`, `sync`, `clip`, `optimizer` or `log`, added to what was told before.
+            seconds: Of `data`, `forward`, `backward`, `sync`, `clip`, `optimizer` or `log`, added to the sums so far.
 
         Raises:
             ConfigError: `restore()` was not called, or there is no such phase.

@@ -339,7 +339,7 @@ class Session:
     def phases(self, seconds: Mapping[str, float]) -> None:
         """As `Checkpointer.phases`."""
         if unknown := seconds.keys() - PHASES[:-1]:
-            expected = f"{', '.join(PHASES[:-1])}; what step() takes is counted by itself"
+            expected = f"{', '.join(PHASES[:-1])}; what step() takes is counted without it"
             raise ConfigError("a phase of phases() is not known", found=", ".join(sorted(unknown)), expected=expected)
         for phase, spent_s in seconds.items():
             self._row.spent(phase, spent_s)

@@ -118,7 +118,7 @@ class ControlRow:
         copied_by: What copies its snapshots, by its place in `native.IMPLEMENTATIONS`; 0 unknown.
         restored_from: The farthest source of its restore, by its place in RESTORED_FROM.
         snapshots, stall_ns: Snapshots begun, and nanoseconds that training waited for `step()` and its fence.
-        data_ns and so on: Nanoseconds of each of PHASES that the loop has told, see `phases`.
+        data_ns and so on: Nanoseconds of each of PHASES that the loop has reported, see `phases`.
         stage: Of a pipeline: only ranks of one stage do the same work.
     """
 

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from support.bench_runs import left, result_of, run
 from support.s3 import s3_server
 
-from flashckpt.bench import measure, mlperf_run
+from flashckpt.bench import measure
 from flashckpt.plan.command import plan
 from flashckpt.shm.job_directory import memory_root
 
@@ -202,7 +202,7 @@ def test_store_on_s3_says_what_the_server_ignores_and_leaves_the_bucket_empty(
 def test_a_run_by_published_rules_answers_in_goodput_and_claims_no_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mlperf_run.shutil, "which", lambda _: None)
+    monkeypatch.setattr("flashckpt.bench.mlperf_run.shutil.which", lambda _: None)
     words = ["job", "--like", "mlperf", str(tmp_path / "s"), "--scale", "1/16384", "--ranks", "1", "--gpus", "64"]
     output = run(*words, "--rounds", "2", "--json", str(tmp_path / "x.json")).output
     made = json.loads((tmp_path / "x.json").read_text())["results"]

@@ -9,22 +9,22 @@ import pytest
 
 from flashckpt.exactness import comparing
 from flashckpt.exactness.comparing import EXACT, NOT_DETERMINISTIC, NOT_EXACT, continued, deterministic, merged, noise
-from flashckpt.exactness.records import BEGINS, ENDS, RESTORED, Seen, Trace, read_trace, record_file
+from flashckpt.exactness.records import BEGINS, ENDS, RESTORED, Recorded, RunTrace, read_trace, record_file
 
 KINDS = {"model": ("tracked", "model", "Linear"), "torch's generator": ("generator", "torch", ""),
          "own": ("generator", "", ""), "scheduler": ("object", "scheduler", "StepLR"), "ema": ("tensor", "", ""),
          "total": ("value", "", "")}  # fmt: skip
 
 
-def trace(*, first: int = 1, last: int = 4, restored: int = 0, rng: bool = True, **changed: Any) -> Trace:
+def trace(*, first: int = 1, last: int = 4, restored: int = 0, rng: bool = True, **changed: Any) -> RunTrace:
     """Return a trace of some steps in which everything changes with each; `changed`: path -> what it is instead, by step."""
-    found = Trace(restored=restored, rng=rng)
+    found = RunTrace(restored=restored, rng=rng)
     instants = [(RESTORED, restored), *((kind, n) for n in range(first, last + 1) for kind in (BEGINS, ENDS))]
     for kind, step in instants:
         done = step - (kind == BEGINS)
         others = {name.replace("_", " ").replace("torchs", "torch's"): value for name, value in changed.items()}
         found.leaves[kind, step] = {
-            path: Seen(
+            path: Recorded(
                 *of, str(others[path](done) if callable(others.get(path)) else others.get(path, done)), str(done)
             )
             for path, of in KINDS.items()
@@ -35,7 +35,7 @@ def trace(*, first: int = 1, last: int = 4, restored: int = 0, rng: bool = True,
     return found
 
 
-def again(**changed: Any) -> Trace:
+def again(**changed: Any) -> RunTrace:
     return trace(first=3, restored=2, **changed)
 
 
@@ -85,7 +85,7 @@ def test_what_is_not_there_yet_does_not_differ() -> None:
 def test_a_tensor_that_each_step_makes_is_a_consequence() -> None:
     made = trace()
     for step in range(1, 5):
-        made.leaves[BEGINS, step] = {**made.leaves[BEGINS, step], "ema": Seen("tensor", "", "", f"new{step}", "")}
+        made.leaves[BEGINS, step] = {**made.leaves[BEGINS, step], "ema": Recorded("tensor", "", "", f"new{step}", "")}
     assert continued(made, again(ema=0)).causes == []
 
 

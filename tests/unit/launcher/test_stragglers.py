@@ -18,7 +18,7 @@ from flashckpt.core.records import pack
 from flashckpt.daemon.launcher import stragglers
 from flashckpt.daemon.launcher.slowness import NAMED_S, Naming, slow_places
 from flashckpt.daemon.launcher.stop import Group
-from flashckpt.daemon.launcher.stragglers import LOOK_S, Meter, Stragglers, processor_ns
+from flashckpt.daemon.launcher.stragglers import LOOK_S, PhaseMeter, Stragglers, processor_ns
 from flashckpt.errors import ConfigError
 from flashckpt.hooks.sender import of_incident
 from flashckpt.session.session import Session
@@ -118,7 +118,7 @@ def row(control: Control, rank: int, step: int, **seconds: float) -> Any:
 def test_meter_takes_the_steps_between_two_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran_ns = iter(range(10**9, 10**10, 10**9))  # one second in each look
     monkeypatch.setattr(stragglers, "processor_ns", lambda pid: next(ran_ns))
-    control, meter = Control.open(tmp_path / "control", rows=1), Meter()
+    control, meter = Control.open(tmp_path / "control", rows=1), PhaseMeter()
     assert meter.look([row(control, 0, 10, data=100.0)]) == []
     assert meter.look([row(control, 0, 10)]) == [], "no step was done"
     row(control, 0, 14, data=0.4).stall_ns += 2 * 10**9

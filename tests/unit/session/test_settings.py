@@ -352,5 +352,5 @@ def test_what_is_kept_by_time_is_told_to_the_persister_in_seconds(tmp_path: Path
 def test_a_time_that_cannot_be_read_is_refused_with_examples(value: str, tmp_path: Path) -> None:
     for name in ("persist_every", "keep_last", "keep_every"):
         with pytest.raises(ConfigError) as caught:
-            Checkpointer(tmp_path, **{name: value})
+            Checkpointer(tmp_path, **{name: value})  # type: ignore[arg-type]
         assert '"10min"' in caught.value.expected
