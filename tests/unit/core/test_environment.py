@@ -33,6 +33,7 @@ WRONG: dict[str, tuple[str, ...]] = {
     "FLASHCKPT_KEEP_DEAD": ("-1", "30s"),
     "FLASHCKPT_RESTART": ("-1",),
     "FLASHCKPT_HOOK": ("drain 'node",),
+    "FLASHCKPT_OTLP_URL": ("collector:4318", "grpc://collector:4317"),
     "WORLD_SIZE": ("0",),
 }
 """Beside those of the type."""
