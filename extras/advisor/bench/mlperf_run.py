@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flashckpt import entry_points
-from flashckpt.bench.layouts import ModelLayout
+from flashckpt.bench.layouts import DEFAULTS, ModelLayout
 from flashckpt.bench.mlperf import CHECKPOINTS, Pass, rank_bytes, results
 from flashckpt.bench.scratch import Scratch
 from flashckpt.bench.worker import Workers
@@ -44,11 +44,13 @@ class LikeRun:
     drop_caches: bool = False
 
     @property
-    def subset(self) -> str:
-        """Which part of the rules' modes this is."""
-        if self.ranks == self.layout.ranks:
-            return f"default mode: all {self.ranks} ranks"
-        return f"subset mode: {self.ranks} of {self.layout.ranks} ranks"
+    def departs(self) -> str:
+        """Where this is less than the rules ask for: a whole model on all its ranks (subset mode is 8B on its 8), ten times."""
+        whole = DEFAULTS[self.name].total_bytes
+        less = [f"{self.layout.total_bytes / whole:.2%} of its bytes"] if self.layout.total_bytes < whole else []
+        less += [f"{self.ranks} of {self.layout.ranks} ranks"] if self.ranks < self.layout.ranks else []
+        less += [f"{self.checkpoints} checkpoints, not {CHECKPOINTS}"] if self.checkpoints != CHECKPOINTS else []
+        return f"{self.name} with {', '.join(less)}" if less else f"{self.name}, whole"
 
     @property
     def process_bytes(self) -> int:
@@ -91,7 +93,7 @@ def run_like(run: LikeRun, memory: Path, scratch: Scratch, progress: Progress) -
         if where
         else "not possible: caches are the server's; read from another node, or after more than its memory"
     )
-    made = results(passes["write"], passes["read"], device, run.subset, how)
+    made = results(passes["write"], passes["read"], device, run.departs, how)
     return {**made, "device": "fio" if device else _no_device(where), "answer": answer(run, made["rates"])}
 
 
@@ -161,7 +163,7 @@ def answer(run: LikeRun, rates: Mapping[str, float]) -> dict[str, Any]:
 def sentences(made: Mapping[str, Any], url: str) -> list[str]:
     """Return the results as sentences, what is wrong first."""
     got = made["answer"]
-    lines = [*made["findings"], f"{made['follows']}; {made['subset']}"]
+    lines = [*made["findings"], f"{made['follows']}; {made['departs']}"]
     for way in ("write", "read"):
         ratio = made["x_device"].get(way)
         beside = f", {ratio:.2f} x the device's own by fio" if ratio else f" (the device: {made['device']})"
