@@ -58,6 +58,7 @@ def gather(
     """
     status = directory.path.stat()
     lineage, damage = _lineage(directory, request.root, options)
+    back = env.FLASHCKPT_BACK
     mine = Inventory(
         node=f"{boot_id().hex()}:{status.st_dev}:{status.st_ino}",
         slots=tuple(_slots(directory)),
@@ -70,8 +71,8 @@ def gather(
         request=request.text,
         committed=_committed(directory),
         damage=damage,
-        back=env.FLASHCKPT_BACK,
-        leave_out=env.FLASHCKPT_LEAVE_OUT,
+        back=back,
+        leave_out=env.FLASHCKPT_LEAVE_OUT if back else 0,
     )
     found = [mine] if collectives.is_alone() else unpack_all(gathered(mine.pack(), ranks_key()))
     refuse_damage(found, directory.job)

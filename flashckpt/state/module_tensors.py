@@ -236,12 +236,11 @@ def _storages_met_twice(tensors: Sequence[torch.Tensor], layouts: Iterable[torch
         tensors: What is compared.
         layouts: Of each.
     """
-    kinds = set(map(type, tensors))
-    if not all(kind in _PLAIN or kind is dtensor() for kind in kinds):
+    kinds, sharded, plain = set(map(type, tensors)), dtensor(), tensors
+    if not kinds.issubset({*_PLAIN, sharded}):
         return None
-    plain = tensors
-    if dtensor() in kinds:
-        plain = [tensor for tensor in tensors if type(tensor) is not dtensor()]
+    if sharded in kinds:
+        plain = [tensor for tensor in tensors if type(tensor) is not sharded]
         layouts = map(_LAYOUT, plain)
     if not {torch.strided}.issuperset(layouts):
         return None

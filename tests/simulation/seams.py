@@ -143,7 +143,13 @@ def _memory() -> None:
     gather.agent_folder, gather.env, gather.Path = lambda: None, _AgentOfRank, memory.SimPath
     folder = _module("shm.agent_folder")
     folder.Path, folder._replace = memory.SimPath, lambda path, text: files.write(path, text.encode())
-    gather.Control = SimpleNamespace(open=lambda path: controls[str(path)])
+    gather.Control = SimpleNamespace(open=_opened)
+
+
+def _opened(path: memory.SimPath) -> Any:
+    if str(path) not in controls:
+        raise FileNotFoundError(path)
+    return controls[str(path)]
 
 
 class _AgentOfRank:
@@ -179,6 +185,8 @@ class _Nothing:
 
     def turn(self, *_: object, **__: object) -> None:
         """Do nothing."""
+
+    observe = turn
 
     def numbers(self) -> dict[str, float]:
         """Return nothing."""

@@ -173,6 +173,7 @@ def test_metrics_on_loopback_only_where_asked_for(job: FakeJob, monkeypatch: pyt
         turn_until(daemon, lambda: steps(job) == [10], "the commit")
         job.step(15)
         turn_until(daemon, lambda: daemon.numbers()["snapshot_step"] == 15, "the next snapshot")
+        turn_until(daemon, lambda: daemon.numbers()["committed_step"] == 10, "word of the commit")
         assert daemon.endpoint is not None
         text = urllib.request.urlopen(f"http://127.0.0.1:{daemon.endpoint.port}/metrics").read().decode()
     labels = '{job="fake",node="0"}'
