@@ -249,15 +249,19 @@ def test_slow_rank_is_named_with_its_phase_while_it_trains_and_again_when_it_rec
     (tmp_path / "train.py").write_text(STRAGGLER)
     (tmp_path / "quick.py").write_text(QUICK)
     args = ("--nproc-per-node=3", tmp_path / "train.py", tmp_path, phase)
+
+    def its_own() -> list[Incident]:  # a machine with other work may slow down others too
+        return [one for one in incidents.in_memory(memory_root().parent) if one.rank == 1]
+
     with dlrun(tmp_path, *args, program=str(tmp_path / "quick.py")) as launch:
-        (slow,) = launch.until(lambda: incidents.in_memory(memory_root().parent), "its name")
+        (slow,) = launch.until(its_own, "its name")
         (tmp_path / "fast").touch()
-        launch.until(lambda: len(incidents.in_memory(memory_root().parent)) == 2, "its recovery")
+        launch.until(lambda: len(its_own()) == 2, "its recovery")
         launch.process.send_signal(signal.SIGTERM)
         assert launch.wait() == RESUME_EXIT_CODE, launch.output
     assert (slow.kind, slow.rank, slow.action) == ("straggler", 1, "continue")
     kind = "data" if phase == "data" else "unknown"
-    first, second = incidents.said(launch.output)
+    first, second = (one for one in incidents.said(launch.output) if ": rank 1 " in one)
     assert re.fullmatch(
         rf"{kind}: rank 1 \(pid \d+\) on \S+ at step \d+: slow in {phase} for \d+ s: 0\.0[4-9]\d* s of each step, the median of the "
         r"ranks is 0\.0[0-3]\S* s -> continue", first
