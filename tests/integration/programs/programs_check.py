@@ -265,9 +265,9 @@ def test_a_fault_is_named(fault: str, tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_list_that_is_shuffled_again_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, document = checked(tmp_path, SHUFFLED, capsys)
     assert code == 1
-    whats = "\n".join(cause["what"] for cause in document["causes"])
-    assert "Python's generator differs at the first step after the restore" in whats
-    assert "step 5 is given" in whats
+    sentences = "\n".join(cause["what"] for cause in document["causes"])
+    assert "Python's generator differs at the first step after the restore" in sentences
+    assert "step 5 is given" in sentences
 
 
 NOT_JUDGED = {
