@@ -61,15 +61,14 @@ def keep_as(store: Store, prefix: str, name: str, value: float = math.nan) -> No
             "a name of a checkpoint cannot be used", found=name,
             expected="a letter, then letters, digits, dots, dashes, at most 64",
         )  # fmt: skip
-    before = named_marks(store)
-    if store.head(KEEP + prefix) is not None and prefix not in {mark.prefix for _, mark in before}:
-        keep(store, prefix)  # refuses it where it is being deleted
+    before, mine = named_marks(store), f"{name}\n{value!r}".encode()
+    if prefix in {mark.prefix for _, mark in before}:
+        store.put(KEEP + prefix, mine)  # it has a mark, so that no deletion can claim it
+    elif not keep(store, prefix, mine) and store.get(KEEP + prefix) != mine:
         raise ConfigError(
             f"{prefix} is kept already, without a name", state="It stays kept.",
             remedy="take that mark away first: flashckpt keep ... --remove",
         )  # fmt: skip
-    keep(store, prefix)
-    store.put(KEEP + prefix, f"{name}\n{value!r}".encode())  # it has a mark, so that no deletion can claim it
     crash_point("mark.after-name")
     for other, mark in before:
         if other == name and mark.prefix != prefix:

@@ -301,14 +301,15 @@ def tombstone(why: str, now_s: float) -> bytes:
     return TOMBSTONE + f" {why} at {now_s:.0f}\n".encode()
 
 
-def keep(store: Store, prefix: str) -> None:
-    """Mark a checkpoint to be kept whatever the policy says.
+def keep(store: Store, prefix: str, name: bytes = b"") -> bool:
+    """Mark a checkpoint to be kept whatever the policy says; return whether it had no mark. A name is in the first write.
 
     Raises:
         NoCheckpointError: There is none, or it is being deleted.
     """
     read_manifest(store, prefix, values=False)
-    if not store.put_if_absent(KEEP + prefix, b"") and is_tombstone(store, KEEP + prefix):
+    is_new = store.put_if_absent(KEEP + prefix, name)
+    if not is_new and is_tombstone(store, KEEP + prefix):
         raise NoCheckpointError(
             f"the checkpoint {prefix} of {store.url} cannot be kept any more",
             found="retention has begun to delete it",
@@ -320,6 +321,7 @@ def keep(store: Store, prefix: str) -> None:
     except NoCheckpointError:  # its deletion ended between our look and our mark
         unkeep(store, prefix)
         raise
+    return is_new
 
 
 def unkeep(store: Store, prefix: str) -> None:
@@ -335,7 +337,7 @@ def kept_prefixes(store: Store) -> set[str]:
 
 
 def claims_among(store: Store, marks: Objects) -> set[str]:
-    """Return the keys of those marks that are claims of a deletion; a mark is empty, and not read."""
+    """Return the keys of those marks that are claims of a deletion; a mark without a name is empty, and not read."""
     return {info.key for info in marks if info.nbytes and is_tombstone(store, info.key)}
 
 

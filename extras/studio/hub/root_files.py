@@ -39,8 +39,9 @@ def kept(store: Store) -> dict[str, bytes]:
     """Return the files that a run left beside its checkpoints, of several the newest whole ones; {} where none did."""
     found: dict[str, list[tuple[float, str]]] = {}
     for info in store.list(f"{FOLDER}/"):
-        _, digest, name = info.key.split("/", 2)
-        found.setdefault(digest, []).append((info.mtime, name))
+        _, digest, name = (*info.key.split("/", 2), "")[:3]
+        if name:  # else somebody else put it there
+            found.setdefault(digest, []).append((info.mtime, name))
     for digest, named in sorted(found.items(), key=lambda one: max(one[1]), reverse=True):
         files = {name: store.get(f"{FOLDER}/{digest}/{name}") for _, name in named}
         if digest_of_files(files) == digest:

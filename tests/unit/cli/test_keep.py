@@ -90,6 +90,13 @@ def test_a_mark_without_a_name_and_a_deletion_that_has_begun_are_not_taken_over(
     assert names_of(store) == {}
 
 
+def test_a_name_is_in_the_first_write_of_a_mark(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed behind an empty mark, the same command would be refused for ever."""
+    monkeypatch.setattr(store, "put", lambda *_: pytest.fail("a second write"))
+    keep_as(store, prefix_of(1, 10), "best", 0.5)
+    assert names_of(store) == {"best": (prefix_of(1, 10), 0.5)}
+
+
 def test_killed_while_a_name_moves_the_newer_one_has_it_and_the_next_move_cleans_up(store: Store) -> None:
     keep_as(store, prefix_of(1, 10), "best", 0.5)
     killed_at("mark.after-name", lambda: keep_as(store, prefix_of(1, 30), "best", 0.4))

@@ -57,6 +57,13 @@ def test_files_are_written_once_and_the_newest_whole_ones_are_read(tmp_path: Pat
     assert kept(store) == first
 
 
+def test_what_somebody_else_put_there_is_passed_over(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.put(f"{FOLDER}/README", b"mine")
+    keep(store, {"tokenizer.json": WORDS})
+    assert kept(store) == {"tokenizer.json": WORDS}
+
+
 def test_a_chat_template_goes_with_the_tokenizer_beside_which_it_lies(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     tokenizer(tmp_path / "words", chat_template__jinja="{{ hello }}", config__json="{}")
