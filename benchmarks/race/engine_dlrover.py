@@ -7,6 +7,7 @@ import importlib
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -60,5 +61,6 @@ class Engine(engine_none.Engine):
         self.checkpointer.save_checkpoint(step, state, storage_type=kind)
 
     def finish(self) -> None:
-        """Wait for the last file."""
-        self.checkpointer.wait_latest_checkpoint(60)
+        """Wait for the last file: rank 0 alone writes, and another one would wait for its own for ever."""
+        if not dist.get_rank():
+            self.checkpointer.wait_latest_checkpoint(60)

@@ -28,7 +28,8 @@ class Engine:
         self.ckpt = Checkpointer(
             problem.FOLDER / "root", snapshot_every=problem.EVERY, persist_every=problem.PERSIST, keep_last=2
         )
-        self.ckpt.track(model=model, optimizer=optimizer, sampler=self.sampler, rng=True)
+        # the loop gives the module inside DDP, which does not say that it is the same on all ranks
+        self.ckpt.track(model=model, optimizer=optimizer, sampler=self.sampler, rng=True, replicated_over="world")
 
     def restore(self) -> int:
         """Return the step of what was restored."""
