@@ -42,7 +42,9 @@ def ours(directory: Path, rounds: int) -> dict[str, Any]:
         found = Path(folder) / "found.json"
         words = ["bench", "job", str(directory), "--like", "mlperf", "--layout", "llama3-8b", "--scale", "1/64"]
         words += ["--ranks", str(RANKS), "--rounds", str(rounds), "--json", str(found)]
-        ended = subprocess.run([str(Path(sys.executable).with_name("flashckpt")), *words], check=False, capture_output=True, text=True)
+        ended = subprocess.run(
+            [str(Path(sys.executable).with_name("flashckpt")), *words], check=False, capture_output=True, text=True
+        )
         if not found.exists():
             raise SystemExit(f"flashckpt bench ended with {ended.returncode}: {ended.stderr[-800:]}")
         made: dict[str, Any] = json.loads(found.read_text())["results"]

@@ -385,7 +385,7 @@ def main() -> int:
 def finish(args: argparse.Namespace, rows: list[dict[str, Any]], more: dict[str, Any], load: LoadWatch) -> int:
     """Print, and write what was asked for."""
     made = document("race", {"seed": args.seed, "steps": args.steps}, {**more, "rows": rows}, load=load)
-    text = table.markdown(rows)
+    text = f"{table.matrix(rows)}\n\n{table.markdown(rows)}"
     print(
         f"\n{text}\n\n{more['seconds']:.0f} s in all; time of the loop without failures and checkpoints: {more['unbroken_s']}"
     )

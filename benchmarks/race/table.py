@@ -18,6 +18,10 @@ COLOURS = {
     "flashckpt": "#1a7f37", "dlrover": "#8250df", "dcp": "#0969da", "torch_checkpointing": "#bf3989", "torch_save": "#9a6700",
     "huggingface": "#bc4c00", "lightning": "#57606a",
 }  # fmt: skip
+SHORT = {
+    "none": "nothing", "rank": "a rank killed", "ranks": "all ranks", "machine": "the machine", "hang": "a rank hangs",
+    "disk": "disk full 10 s", "resize": "2 ranks to 1",
+}  # fmt: skip
 WIDTH, LEFT, BAR = 900, 250, 11
 MOST = 8.0  # beyond this a bar is cut, with its figure beside it
 
@@ -41,6 +45,27 @@ def markdown(rows: Sequence[Row]) -> str:
     for kind in dict.fromkeys(row["kind"] for row in rows):
         said += ["| " + " | ".join(_cells(row, lead)) + " |" for row in rows if row["kind"] == kind]
     return "\n".join(said)
+
+
+def matrix(rows: Sequence[Row]) -> str:
+    """Return one line per entrant, one column per kind of failure: time over unbroken, and what was wrong at the end."""
+    kinds, lead = list(dict.fromkeys(row["kind"] for row in rows)), best(rows)
+    said = [f"| time / unbroken | {' | '.join(SHORT[kind] for kind in kinds)} |", "|---" * (len(kinds) + 1) + "|"]
+    for entrant in dict.fromkeys(row["entrant"] for row in rows):
+        mine = {row["kind"]: row for row in rows if row["entrant"] == entrant}
+        cells = [_short(mine[kind], lead) if kind in mine else "-" for kind in kinds]
+        said.append(f"| {TITLES.get(entrant) or entrant} | {' | '.join(cells)} |")
+    return "\n".join(said)
+
+
+def _short(row: Row, lead: Mapping[str, float]) -> str:
+    if not row["finished"]:
+        return "not finished"
+    ratio = f"{row['ratio']:.2f}"
+    if wrong := max(row["lost"], row["doubled"]):
+        return f"{ratio}, {wrong} {'lost' if row['lost'] else 'doubled'}"
+    said = f"**{ratio}**" if row["ratio"] == lead.get(row["kind"]) else ratio
+    return f"{said}, {row['interventions']} by hand" if row["interventions"] else said
 
 
 def _cells(row: Row, lead: Mapping[str, float]) -> list[str]:

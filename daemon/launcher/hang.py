@@ -15,7 +15,7 @@ from typing import Protocol
 
 from flashckpt.daemon.machine.process import session_cpu_s
 from flashckpt.daemon.zygote.worker import STACKS_SIGNAL
-from flashckpt.shm.persister_process import log_size, stat_of
+from flashckpt.shm.persister_process import log_size, state_of
 
 MINIMUM_S = 60.0
 LEARNT_STEPS = 20
@@ -94,7 +94,7 @@ class StallWatch:
             return None
         self._last_s = now_s
         for rank, pid in ranks.items():
-            stopped = stat_of(pid)[:1] == ["T"]  # "t" is a debugger: somebody looks at it
+            stopped = state_of(pid) == "T"  # "t" is a debugger: somebody looks at it
             before = self._stopped_s.get(rank)  # None: it ran when it was last looked at
             self._stopped_s[rank] = (0.0 if before is None else before + passed_s) if stopped else None
         if still := [
@@ -258,7 +258,7 @@ def collect(
     """
     asked = {}
     for local_rank, pid in workers.items():
-        if _handles(pid, STACKS_SIGNAL):
+        if state_of(pid) not in ("T", "t") and _handles(pid, STACKS_SIGNAL):  # a stopped one would not answer
             asked[local_rank] = log_size(files[local_rank])
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, STACKS_SIGNAL)
@@ -376,6 +376,6 @@ def states_of(
     states = []
     for row in sorted(rows, key=lambda row: row.rank):
         stack = stacks.get(local.get(row.pid, -1), ())
-        kernel = "" if stack and stat_of(row.pid)[:1] != ["D"] else kernel_state(row.pid)
+        kernel = "" if stack and state_of(row.pid) != "D" else kernel_state(row.pid)
         states.append(RankState(rank=row.rank, pid=row.pid, step=row.step, stack=stack, kernel=kernel))
     return states

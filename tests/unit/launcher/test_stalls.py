@@ -26,7 +26,7 @@ class Machine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, pace_s: float = 1.0) -> None:
         self.states = dict.fromkeys(RANKS.values(), "S")
         self.cpu_s, self.now_s, self.pace_s, self.waited = 0.0, 1000.0, pace_s, 0.0
-        monkeypatch.setattr(hang, "stat_of", lambda pid: [self.states[pid]])
+        monkeypatch.setattr(hang, "state_of", lambda pid: self.states[pid])
         monkeypatch.setattr(hang, "session_cpu_s", lambda _: self.cpu_s)
 
     def found_in(
@@ -190,3 +190,27 @@ def test_stacks_of_ranks_that_train_on_are_logged(tmp_path: Path, caplog: pytest
         finally:
             rank.kill()
     assert caplog.text.count("it lasts\n  rank 7 (step -1):\n    waits_for_ever (") == 1
+
+
+def test_a_stopped_rank_is_not_waited_for_when_stacks_are_asked(tmp_path: Path) -> None:
+    says = "import faulthandler, os, signal, sys; f = open(sys.argv[1], 'w'); faulthandler.register(int(sys.argv[2]), f, all_threads=True)"
+    says += "; print(); sys.stdout.flush(); os.kill(os.getpid(), signal.SIGSTOP) if sys.argv[3] == 'stops' else signal.pause()"
+    files = {rank: tmp_path / str(rank) for rank in (0, 1)}
+    words = [[sys.executable, "-c", says, str(files[rank]), str(int(hang.STACKS_SIGNAL))] for rank in files]
+    ranks = [
+        subprocess.Popen([*some, how], stdout=subprocess.PIPE)
+        for some, how in zip(words, ("waits", "stops"), strict=True)
+    ]
+    try:
+        for rank in ranks:
+            assert rank.stdout is not None
+            rank.stdout.readline()
+        os.waitid(os.P_PID, ranks[1].pid, os.WSTOPPED | os.WNOWAIT)
+        found = hang.collect({rank: one.pid for rank, one in enumerate(ranks)}, files, wait_s=1e9)
+        assert [rank for rank in found if found[rank]] == [0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+            assert rank.stdout is not None
+            rank.stdout.close()
