@@ -50,6 +50,8 @@ START, BACKWARD, DEVICE, LOST, TIMEOUT, ENDING, STOPPED, DISK = (
     "uninterruptible sleep (disk or file server)",
 )
 LOADING, RESTORING, STORAGE, IMPORTING = "data loading", "restoring", "storage", "importing"
+NO_CODE = "no Python code"
+"""Of a rank that gave no stack: it is in a library, busy, or ending."""
 WAITS = COLLECTIVES | {START, BACKWARD, DEVICE, LOST, TIMEOUT, ENDING}
 """Doings of a rank that only waits for the others, or has lost them."""
 MOST_BYTES = 60_000
@@ -210,7 +212,7 @@ def _by_stack(stack: Sequence[str], kernel: str) -> str:
                 return word
     if stack:
         return next((one for one in stack if not _LIBRARY.search(one)), stack[0])
-    return f"no Python code ({kernel})" if kernel else ""
+    return f"{NO_CODE} ({kernel})" if kernel else ""
 
 
 def phase_of(row: Any, now_ns: int) -> tuple[str, float]:

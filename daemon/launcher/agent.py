@@ -60,7 +60,7 @@ from flashckpt.shm.control import ControlRow
 _log = logging.getLogger("flashckpt.dlrun")
 _TICK_S = 0.2
 _SIGNAL_S = 1.0  # within it the other processes of a job have the signal that one has
-_LEAVE_S = 0.2  # for the stacks of ranks that are restarted with other nodes
+_LEAVE_S = 1.0  # for the stacks of ranks that are restarted with other nodes: all but stuck ones answer in milliseconds
 _CAUSE_S = 8.0  # longer than a silent node counts as alive under the default settings
 _BAD_STEPS = 2  # in which one node alone had bad numbers: it is named
 _ON_LOOPBACK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

@@ -252,15 +252,21 @@ def _of_all(ranks: Sequence[RankAccount]) -> Origin:
             what=f"the ranks wait for one another in different collectives: {', '.join(words)}",
         )
     category = "network" if set(words) <= said.WAITS | {"a collective"} else "script"
-    return Origin(kind="hang", category=category, what=f"{', '.join(words)} never returned, though all ranks are in it")
+    silent = [rank.rank for rank in ranks if not rank.doing and not rank.is_echo]
+    where = f"what rank {in_ranges(silent)} did is not known" if silent else "though all ranks are in it"
+    return Origin(kind="hang", category=category, what=f"{', '.join(words)} never returned, {where}")
 
 
 def _outsider(ranks: Sequence[tuple[NodeAccount, RankAccount]]) -> tuple[NodeAccount, RankAccount] | None:
-    """Return the rank that did something else than wait: one that is stopped, else one outside, else the one a step behind."""
+    """Return the rank that did something else than wait: one that is stopped, else one outside, else the one a step behind.
+
+    One that gave no stack may have been too busy for it: it is outside only where no other one is.
+    """
     seen = [(node, rank) for node, rank in ranks if rank.doing and rank.code is None]
     if stopped := [one for one in seen if one[1].doing in (said.STOPPED, said.DISK)]:
         return stopped[0]
     outside = [one for one in seen if one[1].doing not in said.WAITS]
+    outside = [one for one in outside if not one[1].doing.startswith(said.NO_CODE)] or outside
     if outside and (len(outside) < len(ranks) or len(ranks) == 1):
         return min(outside, key=lambda one: one[1].step)
     named = [(node, rank) for node, rank in ranks if node.kind == said.HANG and rank.rank == node.first]

@@ -16,6 +16,7 @@ import pytest
 from support import incidents
 from support.browser import CHROMIUM, browser, dashboard
 from support.dlrun import ENGINE, dlrun, first_steps
+from support.faulty_ranks import FAULTS, check, struck_pid, write_program
 from support.nodes import Nodes, nodes
 
 from flashckpt.core.incident import CONTINUE, RESTART, RESTART_WITHOUT, Incident
@@ -137,6 +138,26 @@ def test_a_rank_killed_on_another_node_is_named_with_what_all_others_did(tmp_pat
     assert (found.kind, found.node, found.action, found.unheard) == ("failure", 1, RESTART, ())
     assert found.step > 0
     assert sum(one["count"] for one in found.others) == 3
+
+
+@pytest.mark.parametrize("name", [name for name in FAULTS if not name.startswith("SIG")])
+def test_fault_of_a_rank_on_another_node_has_the_verdict_that_it_has_on_one(name: str, tmp_path: Path) -> None:
+    fault = FAULTS[name]
+    env = write_program(fault, tmp_path)
+    with nodes(tmp_path, 3) as them:
+        for node in range(3):
+            flags = ("--nproc-per-node=1", f"--hang-timeout={3 if fault.kind == 'hang' else 0}")
+            them.start(node, *flags, tmp_path / "train.py", tmp_path, nnodes="3", env=env)
+        if fault.strike is not None:
+            fault.strike(them.until(lambda: struck_pid(tmp_path), "it"), tmp_path)
+        them.until((tmp_path / "again").exists, "the next generation")
+        (found,) = reported(them, 0)
+        assert [reported(them, node) for node in (1, 2)] == [[], []], "the first node reports"
+        them.until(lambda: incidents.on_root(tmp_path / "root") == [found], "the report on the root")
+        logs = [them.log(node) for node in range(3)]
+    check(fault, found, logs[0], others=r"\d in ")  # some have noticed by then, others wait
+    if fault.rank >= 0:
+        assert (found.host, found.node) == (f"{them.prefix}1", 1)
 
 
 SHARDED = """

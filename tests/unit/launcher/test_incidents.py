@@ -178,6 +178,19 @@ def test_the_rank_that_the_others_wait_for_is_named_on_whatever_node_it_is(
     assert "the others waited for it" in found.what
 
 
+def test_a_rank_that_was_too_busy_to_give_its_stack_is_not_blamed_where_another_is_outside() -> None:
+    busy = node(0, rank(0, step=119, kernel="state R (running)"), rank(1, stack=ALL_REDUCE), kind=said.LEFT)
+    found = verdict(busy, node(1, rank(2, stack=ENDLESS), rank(3, stack=ALL_REDUCE), kind=said.HANG))
+    assert (found.rank, found.host) == (2, "h1")
+    found = verdict(busy, node(1, rank(2, stack=ALL_REDUCE), rank(3, stack=ALL_REDUCE), kind=said.HANG))
+    assert (found.rank, found.host) == (0, "h0")
+
+
+def test_all_ranks_are_only_said_to_be_in_a_collective_where_that_is_known_of_all() -> None:
+    found = verdict(node(0, rank(0, stack=ALL_REDUCE), kind=said.HANG), node(1, rank(1), kind=said.LEFT))
+    assert found.verdict == "network: all_reduce never returned, what rank 1 did is not known -> restart"
+
+
 @pytest.mark.parametrize("kind", [said.HANG, said.FAILED])
 def test_a_collective_that_never_returns_though_all_are_in_it_blames_no_rank(kind: str) -> None:
     ranks = [rank(0, stack=ALL_REDUCE) if kind == said.HANG else echo(0, TIMED_OUT), rank(1, stack=ALL_REDUCE)]
