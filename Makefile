@@ -209,6 +209,7 @@ test-lowest: setup  ## the unit tests with the lowest versions of all dependenci
 	rm -f $$($(LOWEST)/bin/python -c $(PURELIB))/base.pth
 	$(LOWEST)/bin/pip install --quiet $$($(BIN)/python tools/lowest.py)
 	printf '%s\n' $$PWD $$($(BIN)/python -c $(PURELIB)) > $$($(LOWEST)/bin/python -c $(PURELIB))/base.pth
+	ln -sf $(CURDIR)/$(BIN)/moto_server $(LOWEST)/bin/moto_server
 	$(LOWEST)/bin/python tools/lowest.py --check
 	$(LOWEST)/bin/python -m pytest $(SHARED) --workers $(WORKERS) $(LOWEST_TESTS)
 

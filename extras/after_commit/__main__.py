@@ -1,6 +1,6 @@
 """The process that exports and copies: `python -m flashckpt.after_commit PARENT`, started by the persister.
 
-It reads lines of JSON from its standard input, first an `Order`, then one for each commit, and writes one for each thing that
+It reads lines of JSON from its standard input, first an `Assignment`, then one for each commit, and writes one for each thing that
 became of a checkpoint. A lease keeps retention away from each checkpoint from the moment it is seen to be wanted. It ends when
 nothing is wanted any more, and is killed with its parent.
 """
@@ -31,7 +31,7 @@ MOST_DUE = 4
 """Checkpoints that wait, under a lease each; of more the oldest is left out."""
 
 
-class Order(NamedTuple):
+class Assignment(NamedTuple):
     """What the persister sends first.
 
     Attributes:
@@ -54,7 +54,7 @@ class Worker:
         tasks: What is asked for.
     """
 
-    def __init__(self, order: Order, tasks: list[Task]) -> None:
+    def __init__(self, order: Assignment, tasks: list[Task]) -> None:
         self._order, self._tasks = order, tasks
         self._lock = threading.Lock()
         self._due: deque[tuple[Due, contextlib.ExitStack]] = deque()
@@ -135,7 +135,7 @@ def main(arguments: list[str]) -> int:
     if os.getppid() != int(arguments[0]):
         return 0
     os.nice(NICE)
-    order = Order(**json.loads(sys.stdin.readline()))
+    order = Assignment(**json.loads(sys.stdin.readline()))
     try:
         worker = Worker(order, read_tasks(env.FLASHCKPT_AFTER_COMMIT))
         worker.look()

@@ -40,7 +40,7 @@ class AfterCommit:
         self._child: subprocess.Popen[bytes] | None = None
         self._config: JobConfig | None = None
         self._done: dict[str, list[int]] = {}
-        self._told: tuple[object, ...] = (None, None, frozenset())
+        self._news: tuple[object, ...] = (None, None, frozenset())
         self._is_first, self._has_failed, self._is_late, self._rest = True, False, False, b""
         self._again_s, self._due_s, self._looked_s = AGAIN_S, float("inf"), float("-inf")
         self._kept: frozenset[str] = frozenset()
@@ -59,10 +59,10 @@ class AfterCommit:
         is_wanted = self._is_first or any(committed.step % every == 0 for every in self._every)
         news = config.root, committed if is_wanted else None, self._marks(config)
         is_due = time.monotonic() >= self._due_s and self._child is None
-        if is_due or (news != self._told and (is_wanted or news[2] != self._told[2])):
+        if is_due or (news != self._news and (is_wanted or news[2] != self._news[2])):
             self._due_s = float("inf")
             self._tell(config)
-        self._told = news
+        self._news = news
 
     def _marks(self, config: JobConfig) -> frozenset[str]:
         """Return which checkpoints were kept at the last look; a thread looks, where a command asks for those."""

@@ -43,7 +43,7 @@ _OVERHEAD_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wanted:
+class Export:
     """What is exported, where to and how."""
 
     path: Path
@@ -69,7 +69,7 @@ def wanted_of(
     max_shard_size: str,
     force: bool,
     **_: Any,
-) -> Wanted:
+) -> Export:
     """Return what the options of the command ask for; ConfigError names one that cannot be used."""
     kind = kind or _SUFFIXES.get(Path(to).suffix)
     if kind is None or "://" in to:
@@ -78,7 +78,7 @@ def wanted_of(
             found=to,
             expected="a path on this machine" if kind else "--format safetensors, torch or dcp",
         )
-    return Wanted(
+    return Export(
         path=Path(to),
         kind=kind,
         selection=parse_selection(only, strip, rename),
@@ -141,7 +141,7 @@ def export(*, root: str, options: tuple[str, ...], step: str | None, as_json: bo
 
 
 def export_checkpoint(
-    store: Store, info: CheckpointInfo, wanted: Wanted, advance: Callable[[int], None] = lambda _: None
+    store: Store, info: CheckpointInfo, wanted: Export, advance: Callable[[int], None] = lambda _: None
 ) -> dict[str, Any]:
     """Write a checkpoint of a root; return what was done.
 
@@ -190,7 +190,7 @@ def _outgoing(manifest: Manifest, held: str, name: str, dtype: str | None) -> Ou
     )
 
 
-def _safetensors(wanted: Wanted, source: StorageSource) -> dict[str, Any]:
+def _safetensors(wanted: Export, source: StorageSource) -> dict[str, Any]:
     manifest, selection = source.manifest, wanted.selection
     names = [name for name in manifest.table.fqns if selection.takes(name)]
     refuse_nothing(len(names), selection, manifest.table.fqns)
@@ -212,7 +212,7 @@ def _safetensors(wanted: Wanted, source: StorageSource) -> dict[str, Any]:
     return {"tensors": len(tensors), "values": 0, "nbytes": nbytes, "files": files, "left_out": left}
 
 
-def _torch(wanted: Wanted, source: StorageSource) -> dict[str, Any]:
+def _torch(wanted: Export, source: StorageSource) -> dict[str, Any]:
     from flashckpt.dcp.contents import contents_of
     from flashckpt.dcp.reader import whole_tensor
     from flashckpt.interop import dcp_folders, torch_checkpointing_folders, torch_files

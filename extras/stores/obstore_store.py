@@ -292,7 +292,8 @@ class CredentialChain:
             "access_key_id": frozen.access_key,
             "secret_access_key": frozen.secret_key,
             "token": frozen.token,
-            "expires_at": min(again, getattr(found, "_expiry_time", again)),  # botocore has no public name for it
+            # botocore has no public name for it, and obstore takes no other zone
+            "expires_at": min(again, getattr(found, "_expiry_time", again)).astimezone(dt.timezone.utc),
         }
 
 

@@ -23,7 +23,7 @@ from unit.console.test_copying import make
 from unit.trainer.test_trainer_generate import LENGTH, MODELS, write_folder
 
 from flashckpt.after_commit import extension
-from flashckpt.after_commit.__main__ import MOST_DUE, Order, Worker
+from flashckpt.after_commit.__main__ import MOST_DUE, Assignment, Worker
 from flashckpt.after_commit.tasks import read_tasks
 from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.checkpoint.generations import claim_generation
@@ -205,7 +205,7 @@ def root(tmp_path: Path) -> Path:
 def worker_of(root: Path, command: str, **order: object) -> Worker:
     tasks = read_tasks(Environment({"FLASHCKPT_AFTER_COMMIT": command}).FLASHCKPT_AFTER_COMMIT)
     fields = {"root": str(root), "options": {}, "is_first": False, "done": {}, **order}
-    return Worker(Order(**fields), tasks)  # type: ignore[arg-type]  # by name
+    return Worker(Assignment(**fields), tasks)  # type: ignore[arg-type]  # by name
 
 
 def run(worker: Worker, capsys: pytest.CaptureFixture[str]) -> list[tuple[str, str, str]]:

@@ -135,7 +135,7 @@ def test_steps_and_jobs_are_completed(places: dict[str, str]) -> None:
         assert completed(*words, "fa") == ["fake"]
     assert completed("inspect", places["bad"], "--step", "") == []
     assert completed("per") == ["persist"]
-    assert completed("train", "d") == ["dry-run", "data"]
+    assert completed("train", "d") == ["data", "dry-run"]
 
 
 def test_the_parts_of_the_trainer_are_commands(tmp_path: Path, capsys: Captured) -> None:
