@@ -33,7 +33,7 @@ DTYPES = {
 _NAMES = {ours: theirs for theirs, ours in DTYPES.items()}
 SUFFIX = ".safetensors"
 INDEX = "model.safetensors.index.json"
-THREADS = 4
+THREADS = 2
 """Tensors that are written at a time."""
 _MOST_HEADER_BYTES = 100_000_000  # the limit of the library
 _METADATA = "__metadata__"
@@ -67,7 +67,7 @@ def refuse_dtypes(tensors: Sequence[Outgoing]) -> None:
 
 
 def write_files(files: Mapping[Path, Sequence[Outgoing]], source: StorageSource, metadata: Mapping[str, str]) -> None:
-    """Write new files, THREADS tensors at a time; each where its file's header says, in the order of falling item size."""
+    """Write new files, THREADS tensors at a time, each where its file's header says, in the order of falling item size."""
     places: list[tuple[Path, int, Outgoing]] = []
     for path, tensors in files.items():
         ordered = sorted(tensors, key=lambda one: -ITEMSIZE[one.dtype])  # so that all are aligned
