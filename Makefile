@@ -11,7 +11,7 @@ export OPENBLAS_NUM_THREADS ?= 1
 # The tests start hundreds of interpreters: each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: fuzz soak help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-trainer test-layouts test-nodes test-metrics test-mounts test-nfs test-hdfs test-restarts docs changelog hooks test-pythons test-blocks test-frameworks test-hub test-wandb compatibility test-slurm test-torch-versions test-native-sanitized test-native-arm test-poisoned test-device gpu gpu-wheels wheels test-wheel test-lowest test-programs size simulate mutants race figures torn
+.PHONY: fuzz soak help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-trainer test-layouts test-nodes test-metrics test-mounts test-nfs test-hdfs test-restarts docs changelog hooks test-pythons test-blocks test-frameworks test-hub test-wandb compatibility test-slurm test-torch-versions test-native-sanitized test-native-arm test-poisoned test-device gpu gpu-wheels wheels test-wheel test-sdist test-lowest test-programs size simulate mutants race figures torn
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -180,25 +180,31 @@ test-slurm: setup  ## the batch scripts of docs/launching.md in a Slurm of two n
 	tests/integration/slurm/cluster.sh install
 	$(BIN)/python -m pytest tests/integration/slurm/slurm.py
 
-# The source distribution, a wheel that names the oldest C library that it runs with, and one without the C part for others.
+# As a user gets it: built from the source distribution, in an environment that has nothing else, away from the checkout.
 WHEEL := out/wheel
-wheels: setup
+test-wheel: setup  ## the wheel alone in an empty environment: its commands start; the demo kills a rank, then all, and loses nothing
 	rm -rf $(WHEEL)
-	$(BIN)/python -m build --outdir $(WHEEL)/built >/dev/null
-	PATH=$$PWD/$(BIN):$$PATH auditwheel repair --wheel-dir $(WHEEL) $(WHEEL)/built/*.whl
-	FLASHCKPT_PURE=1 $(BIN)/pip wheel --quiet --no-deps --wheel-dir $(WHEEL) $(WHEEL)/built/*.tar.gz
-	mv $(WHEEL)/built/*.tar.gz $(WHEEL)
-	ls $(WHEEL)/*-cp310-abi3-manylinux*.whl $(WHEEL)/*-py3-none-any.whl
-
-# As a user gets it: in an environment that has nothing else, away from the checkout; and the tests in the source distribution.
-test-wheel: wheels  ## the wheel alone in an empty environment: its commands start; the demo kills a rank, then all, and loses nothing; the sdist's tests
+	$(BIN)/python -m build --outdir $(WHEEL) >/dev/null
 	$(PYTHON) -m venv $(WHEEL)/venv
 	$(WHEEL)/venv/bin/pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$$(grep '^torch==' constraints.txt)"
-	$(WHEEL)/venv/bin/pip install --quiet -c constraints.txt $(WHEEL)/*-manylinux*.whl
+	$(WHEEL)/venv/bin/pip install --quiet -c constraints.txt $(WHEEL)/*.whl
 	cd $(WHEEL) && venv/bin/flashckpt examples >/dev/null && venv/bin/dlrun --help >/dev/null && \
 	    venv/bin/python -m flashckpt.trainer.demo --steps 24 --kill-after 12 --lose-after 21
-	tar -xzf $(WHEEL)/*.tar.gz -C $(WHEEL)
-	cd $(WHEEL)/flashckpt-*/ && PYTHONPATH=$$PWD $(CURDIR)/$(BIN)/python -m pytest --workers $(WORKERS) \
+
+# What a release publishes: the source distribution, a wheel that names the oldest C library that it runs with, and one without
+# the C part for all other machines.
+WHEELS := out/wheels
+wheels: setup  ## the files of a release, in out/wheels
+	rm -rf $(WHEELS)
+	$(BIN)/python -m build --outdir $(WHEELS)/built >/dev/null
+	PATH=$$PWD/$(BIN):$$PATH auditwheel repair --wheel-dir $(WHEELS) $(WHEELS)/built/*.whl
+	FLASHCKPT_PURE=1 $(BIN)/pip wheel --quiet --no-deps --wheel-dir $(WHEELS) $(WHEELS)/built/*.tar.gz
+	mv $(WHEELS)/built/*.tar.gz $(WHEELS)
+	ls $(WHEELS)/*-cp310-abi3-manylinux*.whl $(WHEELS)/*-py3-none-any.whl
+
+test-sdist: wheels  ## some of the tests in the source distribution, unpacked
+	tar -xzf $(WHEELS)/*.tar.gz -C $(WHEELS)
+	cd $(WHEELS)/flashckpt-*/ && PYTHONPATH=$$PWD $(CURDIR)/$(BIN)/python -m pytest --workers $(WORKERS) \
 	    --share $(or $(firstword $(subst /, ,$(SHARE))),0)/40 tests/unit tests/project
 
 # A separate venv in front of .venv, whose torch and test tools it uses.
