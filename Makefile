@@ -11,7 +11,7 @@ export OPENBLAS_NUM_THREADS ?= 1
 # The tests start hundreds of interpreters: each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: fuzz soak help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-trainer test-layouts test-nodes test-metrics test-mounts test-nfs test-hdfs test-restarts docs changelog hooks test-pythons test-blocks test-frameworks test-hub test-wandb compatibility test-slurm test-torch-versions test-native-sanitized test-native-arm test-poisoned test-device gpu gpu-wheels test-wheel test-programs size simulate mutants race figures torn
+.PHONY: fuzz soak help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-trainer test-layouts test-nodes test-metrics test-mounts test-nfs test-hdfs test-restarts docs changelog hooks test-pythons test-blocks test-frameworks test-hub test-wandb compatibility test-slurm test-torch-versions test-native-sanitized test-native-arm test-poisoned test-device gpu gpu-wheels wheels test-wheel test-sdist test-lowest test-programs size simulate mutants race figures torn
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -191,6 +191,34 @@ test-wheel: setup  ## the wheel alone in an empty environment: its commands star
 	cd $(WHEEL) && venv/bin/flashckpt examples >/dev/null && venv/bin/dlrun --help >/dev/null && \
 	    venv/bin/python -m flashckpt.trainer.demo --steps 24 --kill-after 12 --lose-after 21
 
+# What a release publishes: the source distribution, a wheel that names the oldest C library that it runs with, and one without
+# the C part for all other machines.
+WHEELS := out/wheels
+wheels: setup  ## the files of a release, in out/wheels
+	rm -rf $(WHEELS)
+	$(BIN)/python -m build --outdir $(WHEELS)/built >/dev/null
+	PATH=$$PWD/$(BIN):$$PATH auditwheel repair --wheel-dir $(WHEELS) $(WHEELS)/built/*.whl
+	FLASHCKPT_PURE=1 $(BIN)/pip wheel --quiet --no-deps --wheel-dir $(WHEELS) $(WHEELS)/built/*.tar.gz
+	mv $(WHEELS)/built/*.tar.gz $(WHEELS)
+	ls $(WHEELS)/*-cp310-abi3-manylinux*.whl $(WHEELS)/*-py3-none-any.whl
+
+test-sdist: wheels  ## some of the tests in the source distribution, unpacked
+	tar -xzf $(WHEELS)/*.tar.gz -C $(WHEELS)
+	cd $(WHEELS)/flashckpt-*/ && PYTHONPATH=$$PWD $(CURDIR)/$(BIN)/python -m pytest --workers $(WORKERS) \
+	    --share $(or $(firstword $(subst /, ,$(SHARE))),0)/40 tests/unit tests/project
+
+# A separate venv in front of .venv, whose torch and test tools it uses.
+LOWEST := .venv-lowest
+LOWEST_TESTS := $(addprefix tests/unit/,checkpoint cli core interop native persister sampler storage trainer)
+test-lowest: setup  ## the unit tests with the lowest versions of all dependencies that pyproject.toml allows (pip)
+	test -d $(LOWEST) || $(PYTHON) -m venv $(LOWEST)
+	rm -f $$($(LOWEST)/bin/python -c $(PURELIB))/base.pth
+	$(LOWEST)/bin/pip install --quiet $$($(BIN)/python tools/lowest.py)
+	printf '%s\n' $$PWD $$($(BIN)/python -c $(PURELIB)) > $$($(LOWEST)/bin/python -c $(PURELIB))/base.pth
+	ln -sf $(CURDIR)/$(BIN)/moto_server $(LOWEST)/bin/moto_server
+	$(LOWEST)/bin/python tools/lowest.py --check
+	$(LOWEST)/bin/python -m pytest $(SHARED) --workers $(WORKERS) $(LOWEST_TESTS)
+
 # Downloads gigabytes per release (the package index has older ones with CUDA only): not part of .ci/run.
 RELEASES ?=
 test-torch-versions: setup  ## other releases of torch, each in a separate environment (RELEASES="2.11.0 2.15.0")
@@ -258,4 +286,4 @@ size: setup  ## lines, modules, imports, calls and words of the product in one t
 	$(BIN)/python tools/size.py $(COMMIT)
 
 clean:  ## remove .venv and everything that was generated
-	rm -rf $(VENV) .venv-clouds .venv-frameworks .venv-wandb .venv-versions .race .gpu-wheels .hadoop-jars build dist *.egg-info out
+	rm -rf $(VENV) .venv-clouds .venv-frameworks .venv-lowest .venv-wandb .venv-versions .race .gpu-wheels .hadoop-jars build dist *.egg-info out

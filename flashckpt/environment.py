@@ -41,7 +41,7 @@ class Variable(Generic[T]):
         meaning: A sentence for the page.
         default: Value where it is not set.
         expected: The values that are right, with their unit.
-        read: Returns the value of a text; raises KeyError or ValueError where that is wrong.
+        read: Returns the value of a text; raises LookupError or ValueError where that is wrong.
         is_given: Whether dlrun or another launcher sets it, so that only a program that reads it itself refuses it.
         is_secret: Whether no message may show it.
     """
@@ -75,7 +75,7 @@ class Variable(Generic[T]):
             return self.default
         try:
             return self._read(text)
-        except (KeyError, ValueError):
+        except (LookupError, ValueError):
             pass
         raise ConfigError(
             f"invalid {self.name}",
@@ -136,6 +136,23 @@ def _seconds(by: str, meaning: str, default: float, least: float = 0.0) -> Varia
         raise ValueError
 
     return Variable(by, meaning, default, f"a number of seconds, at least {least:g}", read)
+
+
+def _after_commit(text: str) -> list[list[str]]:
+    """Return the commands in a text that separates them by semicolons; each says of which checkpoints."""
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=";")
+    lexer.whitespace_split, lexer.commenters = True, ""
+    found: list[list[str]] = [[]]
+    for word in lexer:
+        if word == ";":
+            found.append([])
+        else:
+            found[-1].append(word)
+    for words in found:
+        is_by_step = "--every" in words and int(words[words.index("--every") + 1 :][0]) > 0
+        if is_by_step == ("--kept" in words) or not (words[0] in ("export", "cp") or words[:2] == ["hub", "export"]):
+            raise ValueError
+    return found
 
 
 class Environment:
@@ -224,6 +241,14 @@ class Environment:
         [],
         "a command as a shell would read it, or a URL of http:// or https://",
         shlex.split,
+        is_secret=True,
+    )
+    FLASHCKPT_AFTER_COMMIT: Variable[list[list[str]]] = Variable(
+        "dlrun persister",
+        "Exports and copies beside training ([interop.md](interop.md#beside-training)).",
+        [],
+        "export, cp or hub export, each with --every STEPS or --kept, and ; between them",
+        _after_commit,
         is_secret=True,
     )
     FLASHCKPT_REPLICA_DOMAIN = _text(

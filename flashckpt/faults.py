@@ -93,6 +93,7 @@ CRASH_POINTS: dict[str, str] = {
     "export.before-rename": "everything durable under the temporary name",
     "export.exchanged": "the new folder has the name, the old one the temporary name",
     "export.between-renames": "the old folder is aside, the new one still has the temporary name",
+    "after-commit.before-report": "an export or a copy beside training is there, the persister has not heard of it",
     "removal.renamed": "a checkpoint in a folder has a temporary name, nothing of it deleted",
     "examples.before-link": "the example durable under a temporary name",
     # trainer: preparing the corpus

@@ -11,6 +11,7 @@ from typing import Any
 import click
 from rich.table import Table
 
+from flashckpt.checkpoint.catalog import CheckpointInfo
 from flashckpt.checkpoint.retention import reading
 from flashckpt.cli.common import (
     Command,
@@ -34,6 +35,7 @@ from flashckpt.interop.outgoing import Outgoing
 from flashckpt.interop.selection import Selection, parse_selection, refuse_clashes, refuse_nothing
 from flashckpt.interop.target import replacing
 from flashckpt.restore.sources import Meter, StorageSource
+from flashckpt.storage.store import Store
 
 FORMATS = ("safetensors", "torch", "dcp", "torch_checkpointing")
 _SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
@@ -41,7 +43,7 @@ _OVERHEAD_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Wanted:
+class Export:
     """What is exported, where to and how."""
 
     path: Path
@@ -54,6 +56,36 @@ class _Wanted:
     def replaced(self, nbytes: int, is_ours: Callable[[Path], bool]) -> AbstractContextManager[Path]:
         """Give the temporary path to write `nbytes` of tensors to."""
         return replacing(self.path, nbytes=nbytes + _OVERHEAD_BYTES, force=self.force, is_ours=is_ours)
+
+
+def wanted_of(
+    *,
+    to: str,
+    kind: str | None,
+    only: tuple[str, ...],
+    strip: tuple[str, ...],
+    rename: tuple[str, ...],
+    dtype: str | None,
+    max_shard_size: str,
+    force: bool,
+    **_: Any,
+) -> Export:
+    """Return what the options of the command ask for; ConfigError names one that cannot be used."""
+    kind = kind or _SUFFIXES.get(Path(to).suffix)
+    if kind is None or "://" in to:
+        raise ConfigError(
+            "--to cannot be written" if kind else "the format of the export is not known",
+            found=to,
+            expected="a path on this machine" if kind else "--format safetensors, torch or dcp",
+        )
+    return Export(
+        path=Path(to),
+        kind=kind,
+        selection=parse_selection(only, strip, rename),
+        dtype=parse_dtype(dtype),
+        limit_bytes=parse_size(max_shard_size),
+        force=force,
+    )
 
 
 def selection_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,21 +115,7 @@ def selection_options(function: Callable[..., Any]) -> Callable[..., Any]:
 )
 @click.option("--force", is_flag=True, help="Replace what is at PATH.")
 @json_option
-def export(
-    *,
-    root: str,
-    options: tuple[str, ...],
-    step: str | None,
-    to: str,
-    kind: str | None,
-    only: tuple[str, ...],
-    strip: tuple[str, ...],
-    rename: tuple[str, ...],
-    dtype: str | None,
-    max_shard_size: str,
-    force: bool,
-    as_json: bool,
-) -> None:
+def export(*, root: str, options: tuple[str, ...], step: str | None, as_json: bool, **choices: Any) -> None:
     """Write a checkpoint of ROOT in a format that others read; every byte is verified on the way.
 
     safetensors   tensors only. PATH.safetensors: one file; else a folder as Hugging Face's, with an index
@@ -111,41 +129,40 @@ def export(
       flashckpt export s3://bucket/run7 --step 1200 --to all.pt
       flashckpt export /checkpoints/run7 --to bf16.safetensors --only 'model.*' --dtype bfloat16
     """
-    kind = kind or _SUFFIXES.get(Path(to).suffix)
-    if kind is None or "://" in to:
-        raise ConfigError(
-            "--to cannot be written" if kind else "the format of the export is not known",
-            found=to,
-            expected="a path on this machine" if kind else "--format safetensors, torch or dcp",
-        )
-    wanted = _Wanted(
-        path=Path(to),
-        kind=kind,
-        selection=parse_selection(only, strip, rename),
-        dtype=parse_dtype(dtype),
-        limit_bytes=parse_size(max_shard_size),
-        force=force,
-    )
+    wanted = wanted_of(**choices)
     store = open_root(root, options)
     info = choose(store, step)
     skipped = passed_over(store, info) if step is None else []
-    with reading(store, info.prefix) as manifest:
-        source = StorageSource(store, manifest, info.prefix)
-        with progress("exporting", info.nbytes, quiet=as_json) as advance:
-            source.meter = _ReportingMeter(advance)
-            done = (_safetensors if kind == "safetensors" else _torch)(wanted, source)
-    document = {
-        "root": store.url,
-        "step": info.step,
-        "generation": info.generation,
-        "to": str(Path(to).absolute()),
-        "format": kind,
-        **done,
-        "passed_over": skipped,
-    }
+    with progress("exporting", info.nbytes, quiet=as_json) as advance:
+        document = export_checkpoint(store, info, wanted, advance) | {"passed_over": skipped}
     for problem in skipped:
         click.echo(f"a newer checkpoint cannot be used and was passed over: {problem}", err=True)
     show(document, as_json=as_json, table=lambda: _table(document))
+
+
+def export_checkpoint(
+    store: Store, info: CheckpointInfo, wanted: Export, advance: Callable[[int], None] = lambda _: None
+) -> dict[str, Any]:
+    """Write a checkpoint of a root; return what was done.
+
+    Args:
+        store: The root; a lease keeps retention away meanwhile.
+        info: The checkpoint.
+        wanted: The export.
+        advance: Called with the bytes that were read, from several threads.
+    """
+    with reading(store, info.prefix) as manifest:
+        source = StorageSource(store, manifest, info.prefix)
+        source.meter = _ReportingMeter(advance)
+        done = (_safetensors if wanted.kind == "safetensors" else _torch)(wanted, source)
+    return {
+        "root": store.url,
+        "step": info.step,
+        "generation": info.generation,
+        "to": str(wanted.path.absolute()),
+        "format": wanted.kind,
+        **done,
+    }
 
 
 class _ReportingMeter(Meter):
@@ -173,7 +190,7 @@ def _outgoing(manifest: Manifest, held: str, name: str, dtype: str | None) -> Ou
     )
 
 
-def _safetensors(wanted: _Wanted, source: StorageSource) -> dict[str, Any]:
+def _safetensors(wanted: Export, source: StorageSource) -> dict[str, Any]:
     manifest, selection = source.manifest, wanted.selection
     names = [name for name in manifest.table.fqns if selection.takes(name)]
     refuse_nothing(len(names), selection, manifest.table.fqns)
@@ -185,7 +202,7 @@ def _safetensors(wanted: _Wanted, source: StorageSource) -> dict[str, Any]:
     metadata = {"flashckpt.step": str(manifest.step), "flashckpt.generation": str(manifest.generation)}
     with wanted.replaced(nbytes, st.is_ours) as temporary:
         if wanted.path.suffix == st.SUFFIX:
-            st.write_file(temporary, tensors, source, metadata)
+            st.write_files({temporary: tensors}, source, metadata)
             files = [wanted.path.name]
         else:
             files = st.write_folder(temporary, tensors, source, metadata, limit=wanted.limit_bytes)
@@ -195,7 +212,7 @@ def _safetensors(wanted: _Wanted, source: StorageSource) -> dict[str, Any]:
     return {"tensors": len(tensors), "values": 0, "nbytes": nbytes, "files": files, "left_out": left}
 
 
-def _torch(wanted: _Wanted, source: StorageSource) -> dict[str, Any]:
+def _torch(wanted: Export, source: StorageSource) -> dict[str, Any]:
     from flashckpt.dcp.contents import contents_of
     from flashckpt.dcp.reader import whole_tensor
     from flashckpt.interop import dcp_folders, torch_checkpointing_folders, torch_files

@@ -13,6 +13,7 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -32,6 +33,8 @@ DTYPES = {
 _NAMES = {ours: theirs for theirs, ours in DTYPES.items()}
 SUFFIX = ".safetensors"
 INDEX = "model.safetensors.index.json"
+THREADS = 2
+"""Tensors that are written at a time."""
 _MOST_HEADER_BYTES = 100_000_000  # the limit of the library
 _METADATA = "__metadata__"
 _LAYOUTS = ("pt", "np", "mlx")
@@ -63,25 +66,39 @@ def refuse_dtypes(tensors: Sequence[Outgoing]) -> None:
         )
 
 
-def write_file(path: Path, tensors: Sequence[Outgoing], source: StorageSource, metadata: Mapping[str, str]) -> None:
-    """Write one file; tensors lie in the order of falling item size, so that all are aligned."""
-    ordered = sorted(tensors, key=lambda one: -ITEMSIZE[one.dtype])
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
-    at = 0
-    for one in ordered:
-        header[one.name] = {
-            "dtype": _NAMES[one.dtype],
-            "shape": list(one.shape),
-            "data_offsets": [at, at + one.nbytes],
-        }
-        at += one.nbytes
+def write_files(files: Mapping[Path, Sequence[Outgoing]], source: StorageSource, metadata: Mapping[str, str]) -> None:
+    """Write new files, THREADS tensors at a time, each where its file's header says, in the order of falling item size."""
+    places: list[tuple[Path, int, Outgoing]] = []
+    for path, tensors in files.items():
+        ordered = sorted(tensors, key=lambda one: -ITEMSIZE[one.dtype])  # so that all are aligned
+        ends = list(itertools.accumulate((one.nbytes for one in ordered), initial=0))
+        text = _header(dict(zip(ordered, itertools.pairwise(ends), strict=True)), metadata)
+        with path.open("xb") as file:
+            file.write(text)
+            file.truncate(len(text) + ends[-1])
+        places += [(path, len(text) + begin, one) for begin, one in zip(ends[:-1], ordered, strict=True)]
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="flashckpt-export") as pool:
+        for _ in pool.map(lambda place: _write(place, source), places):  # the first error ends the others
+            pass
+
+
+def _header(places: Mapping[Outgoing, tuple[int, int]], metadata: Mapping[str, str]) -> bytes:
+    header: dict[str, Any] = {_METADATA: {"format": "pt", **metadata}}
+    for one, offsets in places.items():
+        header[one.name] = {"dtype": _NAMES[one.dtype], "shape": list(one.shape), "data_offsets": list(offsets)}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("xb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for one in ordered:
-            for part in one.parts(source):
-                file.write(part)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _write(place: tuple[Path, int, Outgoing], source: StorageSource) -> None:
+    path, at, one = place
+    with path.open("r+b", buffering=0) as file:
+        file.seek(at)
+        for part in one.parts(source):
+            left = memoryview(part)
+            while left:
+                left = left[file.write(left) :]
 
 
 def plan_shards(tensors: Sequence[Outgoing], limit: int) -> list[list[Outgoing]]:
@@ -103,12 +120,11 @@ def write_folder(
     """Write `model.safetensors`, or numbered files and their index, into a new folder; return the files' names."""
     folder.mkdir()
     shards = plan_shards(tensors, limit)
-    if len(shards) == 1:
-        write_file(folder / "model.safetensors", tensors, source, metadata)
-        return ["model.safetensors"]
     names = [f"model-{number:05d}-of-{len(shards):05d}{SUFFIX}" for number in range(1, len(shards) + 1)]
-    for name, shard in zip(names, shards, strict=True):
-        write_file(folder / name, shard, source, metadata)
+    names = names if len(names) > 1 else [f"model{SUFFIX}"]
+    write_files({folder / name: shard for name, shard in zip(names, shards, strict=True)}, source, metadata)
+    if len(names) == 1:
+        return names
     where = {one.name: name for name, shard in zip(names, shards, strict=True) for one in shard}
     index = {"metadata": {"total_size": sum(one.nbytes for one in tensors)}, "weight_map": dict(sorted(where.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
@@ -163,6 +179,17 @@ def read_file(path: Path) -> list[Incoming]:
         found = [replace(one, also=tuple(also.get(one.name, ()))) for one in found]
         _refuse_overlaps(path, found, data_start, size)
     return found
+
+
+def origin_of(path: Path) -> tuple[int, int] | None:
+    """Return (generation, step) of the checkpoint that a file or folder was exported from; None for anything else."""
+    try:
+        path = min(path.glob(f"*{SUFFIX}"), default=path) if path.is_dir() else path
+        with path.open("rb") as file:
+            found = _read_header(path, file, path.stat().st_size)[0][_METADATA]
+        return int(found["flashckpt.generation"]), int(found["flashckpt.step"])
+    except (OSError, DamagedError, KeyError, TypeError, ValueError):
+        return None
 
 
 def _metadata(path: Path, metadata: Any) -> dict[str, str]:

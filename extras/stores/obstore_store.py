@@ -266,8 +266,8 @@ class ObstoreStore(S3Store):
 class CredentialChain:
     """Gives obstore the keys of the options, else what botocore's chain finds: environment, profiles, SSO, instance roles.
 
-    Refreshed every `REFRESH_S` seconds, so that expired or rotated credentials are replaced while the
-    daemon runs.
+    Asked again after `REFRESH_S` seconds, or when they expire before, so that expired or rotated credentials are
+    replaced while the daemon runs.
     """
 
     REFRESH_S = 300.0
@@ -287,11 +287,13 @@ class CredentialChain:
         if found is None:
             raise no_credentials(self._url)
         frozen = found.get_frozen_credentials()
+        again = dt.datetime.now(dt.timezone.utc) + dt.timedelta(seconds=self.REFRESH_S)
         return {
             "access_key_id": frozen.access_key,
             "secret_access_key": frozen.secret_key,
             "token": frozen.token,
-            "expires_at": dt.datetime.now(dt.timezone.utc) + dt.timedelta(seconds=self.REFRESH_S),
+            # botocore has no public name for it, and obstore takes no other zone
+            "expires_at": min(again, getattr(found, "_expiry_time", again)).astimezone(dt.timezone.utc),
         }
 
 

@@ -40,6 +40,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "check": ("", "Run a training script with and without a kill: does it continue exactly?"),
     "bench": ("", "Measure memory and storage the way flashckpt uses them."),
     "plan": ("", "Advise on intervals from measured or assumed costs."),
+    "train": ("", "Train with the trainer that is part of this package, and what goes with it."),
 }
 """Where each command is, "" for one of extras/ (an entry point), and its line of the help. Plug-ins have more."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -60,7 +60,13 @@ def _parse(text: str, units: dict[str, Any], kind: str, example: str) -> float:
     return value
 
 
-class Parsed(click.ParamType[Any]):
+if TYPE_CHECKING:
+    ParamType = click.ParamType[Any]
+else:
+    ParamType = click.ParamType  # no generic class in click 8.1
+
+
+class Parsed(ParamType):
     """A click option that goes through one of the functions above; bad values are errors of this project."""
 
     def __init__(self, parse: Callable[[str], Any], name: str) -> None:

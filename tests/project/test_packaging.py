@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from support.paths import ROOT
 
@@ -29,3 +34,20 @@ def test_link_is_relative_and_points_to_the_folder_beside_the_engine(name: str) 
     link = ROOT / "flashckpt" / name
     assert link.is_symlink()
     assert str(link.readlink()) == f"../{name}"
+
+
+@pytest.mark.parametrize("text", ["../daemon", None])
+def test_a_checkout_without_links_is_not_built_and_says_why(tmp_path: Path, text: str | None) -> None:
+    """As git makes one with core.symlinks=false, where each link is a file, and as a copy that left them out."""
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    for folder in ("flashckpt/native", "trainer"):
+        (tmp_path / folder).mkdir(parents=True)
+    for name in LINKED:
+        if text is not None:
+            (tmp_path / "flashckpt" / name).write_text(f"../{name}")
+    done = subprocess.run(
+        [sys.executable, "setup.py", "--version"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "flashckpt/daemon is " + ("missing" if text is None else "a file that says ../daemon") in done.stderr
+    assert "git config core.symlinks true" in done.stderr

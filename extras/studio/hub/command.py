@@ -62,7 +62,8 @@ def _import(folder: str, root: str, step: int, options: tuple[str, ...], *, as_j
 @click.option("--ema", "average", is_flag=True, help="the average of the weights ([ema] of the run) instead")
 @click.option("--force", is_flag=True, help="replace a folder that an export wrote")
 @_shared
-def _export(root: str, folder: str, options: tuple[str, ...], *, as_json: bool, **choices: Any) -> int:
+def export(root: str, folder: str, options: tuple[str, ...], *, as_json: bool, **choices: Any) -> int:
+    """Run `hub export`; its help is above."""
     document = export_folder(root, Path(folder), options=parse_options(options), **choices)
     text = (
         f"{document['to']}: {document['family']}, {document['tensors']} tensors, {human_bytes(document['nbytes'])}"

@@ -135,7 +135,8 @@ def export_folder(
         beside[CARD] = card(source, values, has_tokenizer(beside))
         nbytes = sum(one.nbytes for one in tensors)
         with replacing(folder, nbytes=nbytes + _OVERHEAD_BYTES, force=force, is_ours=_is_ours) as temporary:
-            metadata = {"flashckpt.step": str(source.source.manifest.step)}
+            manifest = source.source.manifest
+            metadata = {"flashckpt.step": str(manifest.step), "flashckpt.generation": str(manifest.generation)}
             files = st.write_folder(temporary, tensors, source.source, metadata, limit=SHARD_BYTES)
             for name, content in beside.items():
                 (temporary / name).write_bytes(content)

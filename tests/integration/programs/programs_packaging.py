@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from support.paths import ROOT
 
+from flashckpt import entry_points
+
 pytestmark = pytest.mark.timeout(300)  # several interpreters, on two cores that others use too
 
 LINKED = ("sampler", "trainer", "daemon")
@@ -54,8 +56,11 @@ def shipped() -> dict[str, bytes]:
     return {f"flashckpt/{path.relative_to(ROOT)}": path.read_bytes() for path in paths}
 
 
-def test_wheel_without_a_compiler_works_in_python(tmp_path: Path) -> None:
-    wheel = build_wheel(tmp_path, CC="false")
+@pytest.mark.parametrize(("variable", "tag"), [("CC", "-cp310-abi3-linux"), ("FLASHCKPT_PURE", "-py3-none-any")])
+def test_wheel_without_the_c_part_works_in_python(tmp_path: Path, variable: str, tag: str) -> None:
+    """Where there is no compiler, and the one for machines that no other wheel is for."""
+    wheel = build_wheel(tmp_path, **{variable: "false" if variable == "CC" else "1"})
+    assert tag in wheel.name
     unpacked = tmp_path / "unpacked"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(unpacked)
@@ -68,26 +73,30 @@ def test_wheel_without_a_compiler_works_in_python(tmp_path: Path) -> None:
     code = "from flashckpt import entry_points as p; print(*(e.load().name for e in p.every(p.COMMANDS)))"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment, cwd=tmp_path)
-    assert sorted(done.stdout.split()) == ["bench", "export", "import", "plan"], (
-        "extras are found by the metadata of a wheel"
-    )
+    declared = [entry.name for entry in entry_points.every(entry_points.COMMANDS)]
+    assert sorted(done.stdout.split()) == sorted(declared), "extras are found by the metadata of a wheel"
     command = [sys.executable, "-m", "flashckpt.cli.main", "examples", "--to", "written"]
     subprocess.run(command, check=True, capture_output=True, env=environment, cwd=tmp_path)
     written = [path for path in (tmp_path / "written").rglob("*") if path.is_file()]
     assert {f"flashckpt/{path.relative_to(tmp_path / 'written')}": path.read_bytes() for path in written} == shipped()
 
 
-def test_source_distribution_can_build_the_c_part(tmp_path: Path) -> None:
-    """Sources and headers are in it; the release builds its wheels from it."""
+def test_source_distribution_is_the_checkout(tmp_path: Path) -> None:
+    """All that its tests need is in it, links as links; the release builds its wheels from it."""
     source = tmp_path / "source"
     shutil.copytree(ROOT, source, symlinks=True, ignore=_not_of_the_source)
+    for name in (".ci", ".github", ".gitignore", ".pre-commit-config.yaml"):
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, source / name)
+    tree = {str(path.relative_to(source)) for path in source.rglob("*") if path.is_file() or path.is_symlink()}
+    tree = {name for name in tree if "__pycache__" not in name}
+    links = {str(path.relative_to(source)) for path in source.rglob("*") if path.is_symlink()}
     subprocess.run([sys.executable, "setup.py", "-q", "sdist"], cwd=source, check=True, capture_output=True)
     (archive,) = (source / "dist").glob("*.tar.gz")
     with tarfile.open(archive) as tar:
-        names = {name.partition("/")[2] for name in tar.getnames()}
-    assert {str(path.relative_to(ROOT)) for path in (ROOT / "flashckpt/native").glob("*.[ch]")} <= names
-    assert "setup.py" in names
-    assert set(shipped()) <= names
+        members = {one.name.partition("/")[2]: one for one in tar.getmembers() if not one.isdir()}
+    made = {"PKG-INFO", "setup.cfg", "flashckpt.egg-info/SOURCES.txt"}
+    assert {name for name in members if not name.startswith("flashckpt.egg-info/")} | made == tree | made
+    assert {name for name, one in members.items() if one.issym()} == links
 
 
 def _not_of_the_source(folder: str, names: list[str]) -> set[str]:

@@ -41,6 +41,7 @@ WORDS: dict[str, tuple[str, str]] = {
     "examples": ("", "none.py"),
     "bench": ("", "store {bad}/x"),
     "plan": ("--state 1GB", "--state much"),
+    "train": ("", "nothing"),
 }
 
 
@@ -134,6 +135,21 @@ def test_steps_and_jobs_are_completed(places: dict[str, str]) -> None:
         assert completed(*words, "fa") == ["fake"]
     assert completed("inspect", places["bad"], "--step", "") == []
     assert completed("per") == ["persist"]
+    assert completed("train", "d") == ["data", "dry-run"]
+
+
+def test_the_parts_of_the_trainer_are_commands(tmp_path: Path, capsys: Captured) -> None:
+    """Each gets the words behind it, `--help` included, and its exit code is that of the command."""
+    parts = {"run": "Train a Llama-like", "hub": "trainer hub [OPTIONS]", "generate": "Usage: ", "plan": "Usage: "}
+    for words, code, text in (
+        *(([name, "--help"], 0, text) for name, text in parts.items()),
+        (["config", "--train.steps", "7"], 0, "steps = 7"),
+        (["run", "--train.steps", "-7"], 10, ""),
+    ):
+        with pytest.raises(SystemExit) as done:
+            cli.main(["train", *words])
+        assert (done.value.code or 0) == code, words
+        assert text in capsys.readouterr().out, words
 
 
 def test_a_step_that_two_generations_have_is_completed_with_its_generation(

@@ -10,6 +10,7 @@ import platform
 import shutil
 import signal
 import struct
+import threading
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.cli import main as cli
 from flashckpt.dcp import FlashStorageWriter
 from flashckpt.errors import FlashckptError
-from flashckpt.interop import target
+from flashckpt.interop import safetensors_files, target
 from flashckpt.interop.casting import cast
 from flashckpt.interop.selection import Selection, parse_selection
 from flashckpt.storage.factory import open_store
@@ -424,6 +425,21 @@ def test_import_never_runs_code_of_a_file(tmp_path: Path, capsys: Captured, monk
         assert "running their code" in document["error"]["problem"]
     assert not (tmp_path / "exploited").exists()
     assert not (tmp_path / "root").exists()
+
+
+def test_an_export_writes_several_tensors_at_a_time(
+    root: str, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    met, write = threading.Barrier(2), safetensors_files._write
+
+    def meet(place: tuple[Path, int, Any], source: Any) -> None:
+        if place[2].name in ("model.0.weight", "model.0.bias"):
+            met.wait(30)
+        write(place, source)
+
+    monkeypatch.setattr(safetensors_files, "_write", meet)
+    code, _ = run("export", root, "--to", tmp_path / "w.safetensors", "--only", "model.*", capsys=capsys)
+    assert (code, met.broken) == (0, False)
 
 
 def test_import_names_what_is_damaged_missing_or_unknown(tmp_path: Path, capsys: Captured) -> None:

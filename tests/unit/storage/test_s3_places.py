@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from fsspec.config import conf
 from support.paths import TESTS
+from support.ranks import wait_for
 from support.s3_stub import Stub, s3_stub
 
 from flashckpt.errors import ConfigError, RootError
@@ -232,6 +233,37 @@ def test_keys_that_were_replaced_in_their_file_are_read_again(
     store.put("a", b"2")
     assert store.get("a") == b"2"
     assert stub.asked[-1].key == "new"
+    store.close()
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_keys_that_expire_are_asked_for_again_before_a_request_fails(
+    config: pytest.MonkeyPatch, stub: Stub, client: str, tmp_path: Path
+) -> None:
+    """As a profile's process, SSO or a role gives them, for minutes; here for a second."""
+    config.setattr(stub, "expired", set())
+    script = tmp_path / "give.py"
+    script.write_text(
+        "import datetime, json, os, sys\n"
+        "until = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(seconds=2)\n"
+        "given = {'AccessKeyId': f'key-{os.getpid()}', 'SecretAccessKey': 's', 'SessionToken': 't'}\n"
+        "print(json.dumps({'Version': 1, 'Expiration': until.isoformat(), **given}))\n"
+    )
+    profile = f"[profile given]\ncredential_process = {sys.executable} {script}\nendpoint_url = {stub.endpoint}\n"
+    (tmp_path / "config").write_text(profile)
+    config.setenv("AWS_PROFILE", "given")
+    store = open_store("s3://bucket/run", backend=client, retries=1, timeout_s=5)
+
+    def key() -> str:
+        store.put("a", b"x")
+        return stub.asked[-1].key
+
+    first = key()
+    assert first.startswith("key-")
+    wait_for(lambda: key() != first, what="other keys")
+    if client == "obstore":
+        assert isinstance(store, ObstoreStore)
+        assert store._obstore is not None
     store.close()
 
 
