@@ -12,11 +12,25 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from torch.distributed import launcher
+from torch.distributed import run as torchrun
+from torch.distributed.launcher import api as launcher_api
+
 from flashckpt.daemon.launcher import api, cli
 from flashckpt.daemon.launcher.options import CommandError
 from flashckpt.errors import FlashckptError
 
 _USAGE = "usage: python -m flashckpt.daemon.stand_in PROGRAM|-m MODULE [ARGS]\n"
+
+
+def stand_in() -> None:
+    """Lead torch's own names to dlrun's in this process, for programs that import them from torch.
+
+    The parser stays torch's, with its default of no restart.
+    """
+    vars(torchrun).update(run=cli.run, main=cli.main)
+    for module in (torchrun, launcher, launcher_api):
+        vars(module)["elastic_launch"] = api.elastic_launch
 
 
 def main(words: Sequence[str]) -> int:
@@ -25,7 +39,7 @@ def main(words: Sequence[str]) -> int:
         sys.stderr.write(_USAGE)
         return 0 if words and words[0] != "-m" else 2
     cli.set_up_log()
-    api.stand_in()
+    stand_in()
     try:
         _run(list(words))
     except FlashckptError as error:

@@ -1,15 +1,12 @@
-"""The launcher for programs that call torch's as an API: `elastic_launch`, and torch's own names led to dlrun's."""
+"""The launcher for programs that call torch's as an API: `elastic_launch` with dlrun's agent."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
-from torch.distributed import launcher
-from torch.distributed import run as torchrun
 from torch.distributed.launcher import api as launcher_api
 
-from flashckpt.daemon.launcher import cli
 from flashckpt.daemon.launcher.launch import launch
 from flashckpt.daemon.launcher.options import AgentOptions
 from flashckpt.daemon.zygote.client import ZygoteClient
@@ -29,7 +26,7 @@ class elastic_launch(launcher_api.elastic_launch):  # noqa: N801 -- torch's name
         Raises:
             SystemExit: It was stopped on request and its state is kept (75).
             ChildFailedError: Ranks failed and no restart was left.
-            FlashckptError: As `launch`.
+            RestartBudgetError: The same error came at the same step twice.
         """
         config, entrypoint = self._config, self._entrypoint
         options = AgentOptions(
@@ -40,14 +37,4 @@ class elastic_launch(launcher_api.elastic_launch):  # noqa: N801 -- torch's name
         )
         zygote = ZygoteClient(disabled="" if isinstance(entrypoint, str) else "a function is not forked")
         zygote.prepare()
-        return launch(config, entrypoint, list(args), zygote=zygote, options=options).returned_or_exit()
-
-
-def stand_in() -> None:
-    """Lead torch's own names to dlrun's in this process, for programs that import them from torch.
-
-    The parser stays torch's, with its default of no restart.
-    """
-    torchrun.run, torchrun.main = cli.run, cli.main  # type: ignore[assignment]
-    for module in (torchrun, launcher, launcher_api):
-        vars(module)["elastic_launch"] = elastic_launch
+        return launch(config, entrypoint or "", list(args), zygote=zygote, options=options).returned_or_exit()

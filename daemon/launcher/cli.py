@@ -148,7 +148,7 @@ def run(args: argparse.Namespace) -> dict[int, Any]:
 
     Raises:
         SystemExit: The job was stopped on request and its state is kept (75).
-        FlashckptError: As `launch`.
+        ChildFailedError: Ranks failed and no restart was left.
     """
     if any(name.replace("-", "_") not in args for name, _, _ in OPTIONS):
         args = argparse.Namespace(**{**vars(parse_args(["-"])), **vars(args)})

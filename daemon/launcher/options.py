@@ -74,7 +74,7 @@ class LaunchOutcome:
         """Return what the ranks returned.
 
         Raises:
-            SystemExit: They were stopped on request: a caller that goes on would take the job for done.
+            SystemExit: They were stopped on request: a caller that continues would take the job for done.
         """
         if self.resume:
             raise SystemExit(RESUME_EXIT_CODE)

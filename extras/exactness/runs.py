@@ -62,7 +62,7 @@ class Script:
         try:
             self._watch(process, folder, log, deadline_s)
             if not self.ranks and kill_after and process.poll() == -signal.SIGKILL:
-                process = start(self._command({**plan, "life": 1}), log, cwd=Path.cwd(), env=self._environment())
+                process = start(self._command({**plan, "start": 1}), log, cwd=Path.cwd(), env=self._environment())
                 self._watch(process, folder, log, deadline_s)
         finally:
             self.end(process.pid)
