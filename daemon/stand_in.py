@@ -1,6 +1,6 @@
 """`python -m flashckpt.daemon.stand_in PROGRAM ARGS`: PROGRAM, with dlrun wherever it calls torch's launcher as an API.
 
-PROGRAM is a script, `-m MODULE`, or a command on PATH that is a Python script: `accelerate launch ...`. What it starts as
+PROGRAM is a script, `-m MODULE`, or a command on PATH that is a Python script. What it starts as
 `python -m torch.distributed.run` in another process stays torch's.
 """
 

@@ -1,6 +1,6 @@
 """A user's program with a Hugging Face Trainer, that says which samples each step trained and with which losses.
 
-hf_job.py FOLDER [--steps N | --epochs N] [--kill-at STEP | --stop-after STEP] [--micro N] [--fsdp] [--drop P] [--dlrover]
+hf_job.py FOLDER [--steps N | --epochs N] [--kill-at STEP | --stop-after STEP] [--micro N] [--fsdp] [--drop P]
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from flashckpt.integrations.dlrover_hf_trainer import FlashCkptTrainer
 from flashckpt.integrations.transformers import FlashCheckpoint
 
 SAMPLES, BATCH = 50, 8  # 50 does not divide by 8: the order crosses the end of the data inside a step
@@ -72,7 +71,6 @@ def main():
     parser.add_argument("--micro", type=int, default=2)
     parser.add_argument("--fsdp", action="store_true")
     parser.add_argument("--persist-every", type=int, default=2)
-    parser.add_argument("--dlrover", action="store_true", help="with DLRover's FlashCkptTrainer, in its call shape")
     given = parser.parse_args()
     torch.manual_seed(0)
     fsdp = {"fsdp": True, "fsdp_config": {"fsdp_version": 2}} if given.fsdp else {}
@@ -85,8 +83,7 @@ def main():
         eval_strategy="epoch",
         learning_rate=1e-3,
         logging_steps=1,
-        save_strategy="steps" if given.dlrover else "no",
-        save_steps=given.persist_every,
+        save_strategy="no",
         report_to=[],
         disable_tqdm=True,
         use_cpu=True,
@@ -94,17 +91,13 @@ def main():
     )
     model = Regression(given.drop)
     with (given.folder / f"rank{args.process_index}.txt").open("a") as file:
+        flash = FlashCheckpoint(
+            given.folder / "root", global_batch_size=BATCH, snapshot_every=2, persist_every=given.persist_every
+        )
         report = Report(model, file, given.kill_at, given.stop_after)
-        own = {"root": given.folder / "root", "global_batch_size": BATCH, "snapshot_every": 2}
-        parts = {"model": model, "args": args, "train_dataset": Numbers(), "eval_dataset": Numbers()}
-        if given.dlrover:
-            FlashCkptTrainer.flash_options = own
-            trainer = FlashCkptTrainer(**parts, callbacks=[report])
-            trainer.train(resume_from_checkpoint=trainer.get_last_checkpoint())
-            trainer.wait_latest_checkpoint(1800, 9)
-        else:
-            flash = FlashCheckpoint(**own, persist_every=given.persist_every)
-            Trainer(**parts, callbacks=[report, flash]).train()
+        Trainer(
+            model=model, args=args, train_dataset=Numbers(), eval_dataset=Numbers(), callbacks=[report, flash]
+        ).train()
 
 
 if __name__ == "__main__":
