@@ -11,7 +11,7 @@ export OPENBLAS_NUM_THREADS ?= 1
 # The tests start hundreds of interpreters: each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: fuzz soak help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-trainer test-layouts test-nodes test-metrics test-mounts test-nfs test-hdfs test-restarts docs changelog hooks test-pythons test-blocks test-frameworks test-hub test-wandb compatibility test-slurm test-torch-versions test-native-sanitized test-native-arm test-poisoned test-device gpu gpu-wheels wheels test-wheel test-sdist test-lowest test-programs size simulate mutants race figures torn
+.PHONY: fuzz soak help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-trainer test-layouts test-nodes test-metrics test-mounts test-nfs test-hdfs test-restarts docs changelog hooks test-pythons test-blocks test-frameworks test-others test-hub test-wandb compatibility test-slurm test-torch-versions test-native-sanitized test-native-arm test-poisoned test-device gpu gpu-wheels wheels test-wheel test-sdist test-lowest test-programs size simulate mutants race figures torn
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -86,6 +86,19 @@ test-frameworks: $(FRAMEWORKS)/.ready  ## optimizers, modules, dtypes, wrappers,
 test-hub: $(FRAMEWORKS)/.ready  ## models from and to Hugging Face folders: transformers gives the same logits, in one process and in 2x2x2; any tokenizer.json
 	$(FRAMEWORKS)/bin/python -m pytest $(SHARED) tests/integration/hub/hub.py tests/unit/trainer/test_trainer_prepare.py tests/unit/trainer/test_trainer_sources.py tests/unit/trainer/test_trainer_evaluation.py
 
+# Programs of others, from checkouts that are given: a folder with nanoGPT, examples, cleanrl, ... in it. What is not there is skipped.
+OTHERS := .venv-others
+OTHERS_PINS := tests/integration/others/requirements.txt
+SOURCES ?=
+$(OTHERS)/.ready: $(OTHERS_PINS) $(VENV)/.ready
+	test -d $(OTHERS) || $(PYTHON) -m venv $(OTHERS)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c $(PURELIB))')" > $$($(OTHERS)/bin/python -c $(PURELIB))/base.pth
+	timeout 300 $(OTHERS)/bin/pip $(PATIENCE) install --quiet --no-deps -r $(OTHERS_PINS)
+	touch $@
+
+test-others: $(OTHERS)/.ready  ## programs of others with small diffs: killed twice, equal bit for bit (SOURCES=DIR of checkouts)
+	SOURCES=$(SOURCES) $(OTHERS)/bin/python -m pytest $(SHARED) --workers $(WORKERS) tests/integration/others/all_others.py
+
 # A separate venv on top of .venv. Nothing is sent anywhere: the runs are offline.
 WANDB := .venv-wandb
 test-wandb: setup  ## the page of a run with wandb itself, offline (pip)
@@ -141,7 +154,7 @@ test-native-arm: setup  ## the native copy's NEON level in an emulator (gcc-aarc
 	$(BIN)/python -m pytest tests/integration/native/native_arm.py
 
 test-launcher: setup  ## what PyTorch's own launcher tests ask, asked of dlrun; jobs whose ranks, agent or daemon die or hang; attacks on it
-	$(BIN)/python -m pytest $(SHARED) --workers $(WORKERS) tests/integration/launcher/launcher_contract.py tests/integration/launcher/launcher_jobs.py tests/integration/launcher/launcher_poisoned.py tests/integration/launcher/launcher_persister.py tests/integration/launcher/launcher_security.py tests/integration/launcher/launcher_logs.py tests/integration/launcher/launcher_waits.py tests/integration/launcher/launcher_engine.py tests/integration/launcher/launcher_ipv6.py tests/integration/launcher/launcher_readme.py tests/integration/launcher/launcher_workers.py tests/integration/launcher/launcher_retries.py tests/integration/launcher/launcher_cut_short.py tests/integration/launcher/launcher_standby.py tests/integration/launcher/launcher_incidents.py tests/integration/launcher/launcher_node_check.py
+	$(BIN)/python -m pytest $(SHARED) --workers $(WORKERS) tests/integration/launcher/launcher_contract.py tests/integration/launcher/launcher_jobs.py tests/integration/launcher/launcher_poisoned.py tests/integration/launcher/launcher_persister.py tests/integration/launcher/launcher_security.py tests/integration/launcher/launcher_logs.py tests/integration/launcher/launcher_waits.py tests/integration/launcher/launcher_engine.py tests/integration/launcher/launcher_ipv6.py tests/integration/launcher/launcher_readme.py tests/integration/launcher/launcher_workers.py tests/integration/launcher/launcher_retries.py tests/integration/launcher/launcher_cut_short.py tests/integration/launcher/launcher_standby.py tests/integration/launcher/launcher_incidents.py tests/integration/launcher/launcher_node_check.py tests/integration/launcher/launcher_api.py
 
 test-trainer: setup  ## whole runs of the trainer that are started, killed, resumed, changed, guarded, evaluated and watched, all that they write, and dry runs against real ranks
 	$(BIN)/python -m pytest $(SHARED) --workers $(WORKERS) tests/integration/trainer/trainer_resume.py tests/integration/trainer/trainer_outputs.py tests/integration/trainer/trainer_data.py tests/integration/trainer/trainer_reaching.py tests/integration/trainer/trainer_guard.py tests/integration/trainer/trainer_start.py tests/integration/trainer/trainer_rehearsal.py tests/integration/trainer/trainer_scores.py tests/integration/trainer/trainer_samples.py tests/integration/trainer/trainer_generate.py tests/integration/trainer/trainer_display.py tests/integration/trainer/trainer_dry_run.py tests/integration/trainer/trainer_optimizers.py tests/integration/trainer/trainer_phases.py
@@ -286,4 +299,4 @@ size: setup  ## lines, modules, imports, calls and words of the product in one t
 	$(BIN)/python tools/size.py $(COMMIT)
 
 clean:  ## remove .venv and everything that was generated
-	rm -rf $(VENV) .venv-clouds .venv-frameworks .venv-lowest .venv-wandb .venv-versions .race .gpu-wheels .hadoop-jars build dist *.egg-info out
+	rm -rf $(VENV) .venv-clouds .venv-frameworks .venv-others .venv-lowest .venv-wandb .venv-versions .race .gpu-wheels .hadoop-jars build dist *.egg-info out

@@ -300,6 +300,7 @@ class Environment:
         "rank trainer", "This process among those of its agent; -1: there is none.", 0, -1, is_given=True
     )
     LOCAL_WORLD_SIZE = _number("rank trainer", "Processes of its agent.", 1, 1, is_given=True)
+    WORKER_NUM = _number("rank", "Most nodes; DLRover sets it.", 0, 0, is_given=True)
     MASTER_ADDR = _text("rank", "Towards it the address of this node is looked up.", kind="an address", is_given=True)
     TORCHELASTIC_RUN_ID = _text("trainer", "Name of the launch in `restores.jsonl`.", is_given=True)
     TORCHELASTIC_ERROR_FILE = _text("dlrun rank", "File for the first error.", kind="a file", is_given=True)

@@ -355,8 +355,6 @@ class DlrunAgent(LocalElasticAgent):
             for environment in rest["envs"].values():
                 environment.update({name: "lo" for name in _ON_LOOPBACK if not env.is_set(name)})
         scripts = script_commands(entrypoint, args)
-        if callable(entrypoint) and scripts is None:
-            return start_processes(entrypoint=entrypoint, args=args, **rest)
         start = GroupStart(
             number=self._starts,
             failures=self._failures,
@@ -365,6 +363,10 @@ class DlrunAgent(LocalElasticAgent):
             back=self._back,
             leave_out=self._leave_out,
         )
+        if callable(entrypoint) and scripts is None:
+            for local_rank, environment in rest["envs"].items():
+                environment.update(start.environment(local_rank))
+            return start_processes(entrypoint=entrypoint, args=args, **rest)
         context = make_context(
             start,
             entrypoint,

@@ -140,8 +140,23 @@ def parse_args(args: list[str] | None) -> argparse.Namespace:
     return get_args_parser().parse_args(args)
 
 
-def run(args: argparse.Namespace, zygote: ZygoteClient | None = None) -> LaunchOutcome:
-    """Run the job of these settings; the counterpart of torch.distributed.run.run."""
+def run(args: argparse.Namespace) -> dict[int, Any]:
+    """Run the job of these settings, in the place of torch.distributed.run.run; they may be of torchrun's own parser.
+
+    Returns:
+        What each rank of this node returned, where it runs a function.
+
+    Raises:
+        SystemExit: The job was stopped on request and its state is kept (75).
+        ChildFailedError: Ranks failed and no restart was left.
+    """
+    if any(name.replace("-", "_") not in args for name, _, _ in OPTIONS):
+        args = argparse.Namespace(**{**vars(parse_args(["-"])), **vars(args)})
+    return launched(args).returned_or_exit()
+
+
+def launched(args: argparse.Namespace, zygote: ZygoteClient | None = None) -> LaunchOutcome:
+    """Run the job of these settings; say how it ended."""
     from flashckpt.daemon.launcher.launch import launch
     from flashckpt.daemon.launcher.options import AgentOptions
     from flashckpt.daemon.zygote.client import ZygoteClient
@@ -307,7 +322,7 @@ def main(args: list[str] | None = None) -> int:
     """Run dlrun; returns its exit code (docs/launching.md lists them).
 
     With an explicit `args` (tests, embedding) errors of the workers are raised as torchrun raises
-    them, and the zygote is a spawned process; as a program it is forked from this process.
+    them, an agreed stop as SystemExit(75), and the zygote is a spawned process; as a program it is forked from this process.
     """
     if args is not None:
         env.check(_OWN)
@@ -316,7 +331,7 @@ def main(args: list[str] | None = None) -> int:
     fill_closed()
     # before the zygote is forked: its environment, and that of the ranks, would show it
     hide_variable("FLASHCKPT_JOB_SECRET")
-    _set_up_log()
+    set_up_log()
     try:
         parsed = parse_args(None)
         env.check(_OWN)
@@ -324,7 +339,7 @@ def main(args: list[str] | None = None) -> int:
         _refuse_missing(parsed)
         zygote = _fork_zygote(parsed)
     except FlashckptError as error:
-        return _fail(error)
+        return fail(error)
     if isinstance(zygote, dict):  # this process is a worker now; only this frame of dlrun remains on its stack
         from flashckpt.daemon.zygote.worker import run_worker
 
@@ -357,7 +372,7 @@ def _run_program(parsed: argparse.Namespace, zygote: ZygoteClient) -> int:
 
     try:
         # @record copies the first error file to the launcher's own, for schedulers that ask for one
-        start = record(run) if env.TORCHELASTIC_ERROR_FILE else run
+        start = record(launched) if env.TORCHELASTIC_ERROR_FILE else launched
         outcome = start(parsed, zygote)
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
@@ -367,17 +382,19 @@ def _run_program(parsed: argparse.Namespace, zygote: ZygoteClient) -> int:
         _log.error("stopped by %s", signal.Signals(error.sigval).name)
         return 128 + int(error.sigval)
     except FlashckptError as error:
-        return _fail(error)
+        return fail(error)
     return RESUME_EXIT_CODE if outcome is not None and outcome.resume else 0
 
 
-def _fail(error: FlashckptError) -> int:
+def fail(error: FlashckptError) -> int:
+    """Show an error; return its exit code."""
     code = error.settle()
     _log.error("%s: %s", type(error).__name__, error)
     return code
 
 
-def _set_up_log() -> None:
+def set_up_log() -> None:
+    """Show what dlrun says, on standard error."""
     handler = logging.StreamHandler(log_stream("[dlrun] "))
     handler.setFormatter(PrintableFormatter("[dlrun] %(message)s"))
     _log.addHandler(handler)
@@ -394,6 +411,10 @@ def __getattr__(name: str) -> Any:
     """Offer the rest of torch.distributed.run's names, for code that imports them from its launcher."""
     if name.startswith("__"):
         raise AttributeError(name)
+    if name == "elastic_launch":
+        from flashckpt.daemon.launcher.api import elastic_launch
+
+        return elastic_launch
     from torch.distributed import run as torchrun
 
     return getattr(torchrun, name)

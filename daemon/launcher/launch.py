@@ -89,7 +89,7 @@ def launch(
         replaced(registry, "get_rendezvous_handler", meet if _is_of_torch(factory) else factory),
     ):
         try:
-            launcher_api.launch_agent(config, entrypoint, args)
+            outcome.returned = launcher_api.launch_agent(config, entrypoint, args)
         except SignalException:
             if not outcome.resume:
                 raise

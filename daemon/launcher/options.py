@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from flashckpt.daemon.launcher.budget import ESCALATE, REFILL_STEPS
-from flashckpt.errors import FlashckptError, HangError, LayoutError, PersistError, RestartBudgetError
+from flashckpt.errors import RESUME_EXIT_CODE, FlashckptError, HangError, LayoutError, PersistError, RestartBudgetError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,7 @@ class LaunchOutcome:
 
     `refused` is the exit code of a rank whose error a restart cannot fix, `passing` of one that what it needs could not
     be reached; `elsewhere` names what ended the job if that was on another node;
-    `unpersisted` is the error of a job that ended well and has nothing on storage.
+    `unpersisted` is the error of a job that ended well and has nothing on storage; `returned` what functions returned.
     """
 
     resume: bool = False
@@ -67,6 +68,17 @@ class LaunchOutcome:
     passing: int = 0
     elsewhere: str = ""
     unpersisted: PersistError | None = None
+    returned: dict[int, Any] = field(default_factory=dict)
+
+    def returned_or_exit(self) -> dict[int, Any]:
+        """Return what the ranks returned.
+
+        Raises:
+            SystemExit: They were stopped on request: a caller that continues would take the job for done.
+        """
+        if self.resume:
+            raise SystemExit(RESUME_EXIT_CODE)
+        return self.returned
 
     def error(self) -> FlashckptError | None:
         """Return the error to end with after workers failed; None if their own failure is the clearest one."""

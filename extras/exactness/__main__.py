@@ -1,4 +1,4 @@
-"""`python -m flashckpt.exactness PLAN SCRIPT ARGS`: what dlrun starts as each rank of a checked script."""
+"""`python -m flashckpt.exactness PLAN SCRIPT ARGS`: each rank of a checked script."""
 
 from __future__ import annotations
 

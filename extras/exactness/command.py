@@ -24,7 +24,9 @@ _NEED_BYTES = 64 << 20
 @click.command(cls=Command, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.argument("script", type=click.Path())
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-@click.option("--nproc-per-node", "ranks", type=click.IntRange(1, 64), default=1, show_default=True, help="Ranks.")
+@click.option(
+    "--nproc-per-node", "ranks", type=click.IntRange(1, 64), help="Ranks under dlrun  [default: plain Python]"
+)
 @click.option("--kill-after", type=click.IntRange(1), default=4, show_default=True, help="Steps before the kill.")
 @click.option("--steps", type=click.IntRange(2), default=8, show_default=True, help="Steps of each run.")
 @click.option("--timeout", "limit_s", type=DURATION, default="10min", show_default=True, help="Longest run.")
@@ -34,7 +36,7 @@ def check(
     *,
     script: str,
     arguments: tuple[str, ...],
-    ranks: int,
+    ranks: int | None,
     kill_after: int,
     steps: int,
     limit_s: float,
@@ -58,9 +60,9 @@ def check(
         raise click.UsageError("--kill-after must be below --steps")
     with scratch.memory(_NEED_BYTES, what="a check") as memory, tempfile.TemporaryDirectory(prefix="fc-") as folder:
         words = (str(Path(script).absolute()), *arguments)
-        own = Script(words=words, ranks=ranks, steps=steps, limit_s=limit_s, memory=memory, folder=Path(folder))
+        own = Script(words=words, ranks=ranks or 0, steps=steps, limit_s=limit_s, memory=memory, folder=Path(folder))
         found = judged(own, kill_after, ignore)
-    document = {"script": script, "ranks": ranks, "steps": steps, **comparing.as_json(found)}
+    document = {"script": script, "ranks": ranks or 1, "steps": steps, **comparing.as_json(found)}
     show(document, as_json=as_json, table=lambda: _table(found, script))
     return 0 if found.verdict == EXACT else 1
 
@@ -104,7 +106,8 @@ def _refuse_unusable(run: Ran, kill_after: int) -> None:
     if run.is_done or (run.code == 0 and steps > kill_after):
         return
     if run.code:
-        problem, remedy = "the script fails without a kill", "run it alone first"
+        problem = "the script fails without a kill"
+        remedy = "run it alone first; --nproc-per-node 1 starts it by dlrun, as a script needs that reads RANK"
     elif not any(trace.is_made for trace in traces):
         problem, remedy = "the script makes no Checkpointer", "give it one: README, 'A loop'"
     elif not steps:

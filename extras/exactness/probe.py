@@ -29,11 +29,13 @@ class Plan:
         folder: For records and the root.
         steps: It ends after this many, counted over its restart.
         kill_after: Rank 0 is killed in the step behind this many; 0: never.
+        start: Which start of the script it is, from 0; None: dlrun's count.
     """
 
     folder: str
     steps: int
     kill_after: int = 0
+    start: int | None = None
 
 
 class RankProbe:
@@ -47,7 +49,8 @@ class RankProbe:
         self.plan, self._made = plan, 0
         self._folder = Path(plan.folder)
         self._rank = env.RANK
-        self._records = record_file(self._folder, self._rank, env.FLASHCKPT_RESTART).open("a", buffering=1)
+        start = env.FLASHCKPT_RESTART if plan.start is None else plan.start
+        self._records = record_file(self._folder, self._rank, start).open("a", buffering=1)
         self._begun = self._folder / "begun"
         self._killed = self._folder / "killed"
         self._inputs: list[str] = []

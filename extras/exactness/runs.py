@@ -1,4 +1,4 @@
-"""The three runs of a checked script under dlrun; nothing of them is left: processes, memory, folders."""
+"""The three runs of a checked script, under dlrun or alone; nothing of them is left: processes, memory, folders."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Script:
 
     Attributes:
         words: Script and arguments.
-        ranks: Of each run.
+        ranks: Of each run, under dlrun; 0: one, as plain Python.
         steps: Of each run.
         limit_s: Most seconds of one run.
         memory: Folder of the memory tier that is ours.
@@ -56,27 +56,31 @@ class Script:
         """
         folder = self.folder / name
         folder.mkdir()
-        plan = json.dumps({"folder": str(folder), "steps": self.steps, "kill_after": kill_after})
-        options = ["--nnodes", "1", "--nproc-per-node", str(self.ranks), "--max-restarts", str(int(kill_after > 0))]
-        log = folder / "log"
-        process = start(
-            ["-m", "flashckpt.daemon.run", *options, "-m", "flashckpt.exactness", plan, *self.words],
-            log,
-            cwd=Path.cwd(),
-            env=self._environment(),
-        )
+        plan = {"folder": str(folder), "steps": self.steps, "kill_after": kill_after}
+        log, deadline_s = folder / "log", time.monotonic() + self.limit_s
+        process = start(self._command(plan), log, cwd=Path.cwd(), env=self._environment())
         try:
-            self._watch(process, folder, log)
+            self._watch(process, folder, log, deadline_s)
+            if not self.ranks and kill_after and process.poll() == -signal.SIGKILL:
+                process = start(self._command({**plan, "start": 1}), log, cwd=Path.cwd(), env=self._environment())
+                self._watch(process, folder, log, deadline_s)
         finally:
             self.end(process.pid)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(5)
-        return Ran(folder=folder, ranks=self.ranks, code=process.poll() or 0, log=log.read_text(errors="replace"))
+        return Ran(folder=folder, ranks=self.ranks or 1, code=process.poll() or 0, log=log.read_text(errors="replace"))
 
-    def _watch(self, process: subprocess.Popen[bytes], folder: Path, log: Path) -> None:
-        deadline_s = time.monotonic() + self.limit_s
+    def _command(self, plan: Mapping[str, object]) -> list[str]:
+        words = ["-m", "flashckpt.exactness", json.dumps(plan), *self.words]
+        if not self.ranks:
+            return words
+        restarts = str(int(bool(plan["kill_after"])))
+        options = ["--nnodes", "1", "--nproc-per-node", str(self.ranks), "--max-restarts", restarts]
+        return ["-m", "flashckpt.daemon.run", *options, *words]
+
+    def _watch(self, process: subprocess.Popen[bytes], folder: Path, log: Path, deadline_s: float) -> None:
         while process.poll() is None:
-            if all(done_file(folder, rank).exists() for rank in range(self.ranks)):
+            if all(done_file(folder, rank).exists() for rank in range(self.ranks or 1)):
                 return
             if time.monotonic() > deadline_s:
                 raise NotCheckedError(
@@ -109,7 +113,7 @@ class Ran:
     Attributes:
         folder: Of its records.
         ranks: How many there were.
-        code: Exit code of dlrun, where nobody ended it.
+        code: Exit code, where nobody ended it.
         log: What it printed.
     """
 

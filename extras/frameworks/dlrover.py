@@ -227,9 +227,6 @@ class DeepSpeedCheckpointer(Flash):
         return place is None or str(place) == self._root or Path(place).absolute() == Path(self._root).absolute()
 
 
-__all__ = ["DeepSpeedCheckpointer"]
-
-
 __all__ = [
     "DdpCheckpointer",
     "DeepSpeedCheckpointer",

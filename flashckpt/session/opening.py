@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from flashckpt.restore.coordinator import RestoreCoordinator, RestoreOutcome, Re
 from flashckpt.shm import capacity
 from flashckpt.shm.ack_relay import AckRelay, RelayStore, RelayThread
 from flashckpt.shm.acks import SnapshotAcks
-from flashckpt.shm.agent_folder import agent_folder, ended_agent, note_bad_numbers, write_job
+from flashckpt.shm.agent_folder import agent_folder, ended_agent, note_bad_numbers, read_job, write_job
 from flashckpt.shm.control import RESTORED_FROM, Control, ControlRow
 from flashckpt.shm.job_directory import JobConfig, JobDirectory
 from flashckpt.shm.job_id import earlier_job_id, root_digest
@@ -307,6 +308,7 @@ class NodePlace:
             if agent is None:
                 owner = _own_persister(directory)
         if agent is not None and env.LOCAL_RANK == 0:  # of each agent: a node may have several
+            _warn_of_another_job(agent, opened)
             write_job(agent, directory.path)
         if opened.partnering is not None:
             opened.partnering.meet(directory, opened.outcome)
@@ -317,6 +319,17 @@ class NodePlace:
         watermark = _acks(opened, control, relay)
         watermark.publish(opened.memory.complete())
         return cls(lease=lease, control=control, row=row, watermark=watermark, relay=relay, owner=owner)
+
+
+def _warn_of_another_job(agent: Path, opened: OpenedJob) -> None:
+    """Say that a restart found nothing because its root is not that of the start before: one named by the time, say."""
+    before, now = read_job(agent), opened.directory.path
+    if env.FLASHCKPT_RESTART and opened.outcome.report is None and before not in {None, now}:
+        _log.warning(
+            "this restart begins from scratch: its root is another one than that of the start before (memory in %s, was in %s)."
+            " Name the root by the run, not by the time or the start",
+            now, before,
+        )  # fmt: skip
 
 
 def _own_persister(directory: JobDirectory) -> OwnerThread:

@@ -205,3 +205,32 @@ def test_trainjob_manifest_fits_kubeflows_schemas_and_dlrun_obeys_its_command_li
         trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == trainer["numProcPerNode"] == int(args.nproc_per_node)
     )
     assert str(trainer["numNodes"]) == args.nnodes.partition(":")[2]
+
+
+def test_pytorchjob_manifest_fits_kubeflows_schema_and_dlrun_reads_what_the_operator_gives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = documents("pytorchjob.yaml")["PyTorchJob"]
+    assert problems(job) == []
+    policy, worker = job["spec"]["elasticPolicy"], job["spec"]["pytorchReplicaSpecs"]["Worker"]
+    pods = worker["template"]["spec"]
+    (container,) = pods["containers"]
+    assert (container["name"], worker["restartPolicy"]) == ("pytorch", "OnFailure")
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    given = {
+        "NNODES": f"{policy['minReplicas']}:{policy['maxReplicas']}",
+        "RDZV_BACKEND": policy["rdzvBackend"],
+        "RDZV_ENDPOINT": f"{job['metadata']['name']}-worker-0:{ports['pytorchjob-port']}",
+    }
+    for name, value in given.items():
+        monkeypatch.setenv(f"PET_{name}", value)
+        assert f"PET_{name}={value}" in (ROOT / "docs/pytorchjob.yaml").read_text() or name == "RDZV_BACKEND"
+    assert container["command"][0] == "dlrun"
+    args = cli.parse_args(container["command"][1:])
+    assert {"NNODES": args.nnodes, "RDZV_BACKEND": args.rdzv_backend, "RDZV_ENDPOINT": args.rdzv_endpoint} == given
+    assert args.grace_timeout < pods["terminationGracePeriodSeconds"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == int(args.nproc_per_node)
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pods["volumes"]}
+    assert set(mounts.values()) == set(volumes)
+    assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"

@@ -15,6 +15,7 @@ from support.paths import ROOT
 from torch import Tensor, nn
 
 from flashckpt.daemon.launcher import cli
+from flashckpt.daemon.launcher.options import LaunchOutcome
 from flashckpt.trainer.parallel.apply import Parallel
 from flashckpt.trainer.train.step import TrainStep
 
@@ -47,8 +48,9 @@ def test_torchrun_without_shutdown_timeout(tmp_path: Path, monkeypatch: pytest.M
         del args.shutdown_timeout
         return config
 
-    def launch(*_: Any, options: Any, **__: Any) -> None:
+    def launch(*_: Any, options: Any, **__: Any) -> LaunchOutcome:
         given["survivors_s"] = options.survivors_s
+        return LaunchOutcome()
 
     monkeypatch.setattr(torchrun, "config_from_args", config_from_args)
     monkeypatch.setattr(launcher, "launch", launch)

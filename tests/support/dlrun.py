@@ -77,15 +77,16 @@ def dlrun(
     torchrun: bool = False,
     fresh: bool = False,
     program: str = "",
+    module: str = "flashckpt.daemon.run",
 ) -> Iterator[Launch]:
     """Start `dlrun ARGS` (or torchrun, to compare) in a session of its own; killed whole at the end.
 
     It is forked from an interpreter that has imported torch already (`support.warm`), unless `fresh`. `program` is a
-    script that runs dlrun.
+    script that runs dlrun, `module` another module than dlrun's.
     """
     log = folder / "output.log"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), **(env or {})}
-    module = "torch.distributed.run" if torchrun else "flashckpt.daemon.run"
+    module = "torch.distributed.run" if torchrun else module
     words = [*([program] if program else ["-m", module]), *map(str, args)]
     process = warm.start(words, log, cwd=folder, env=environment, fresh=fresh or torchrun)
     try:

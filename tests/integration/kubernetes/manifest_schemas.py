@@ -1,7 +1,7 @@
-"""Cut the schemas of docs/jobset.yaml and docs/trainjob.yaml out of the projects' own.
+"""Cut the schemas of the manifests in docs/ out of the projects' own.
 
 `python tests/integration/kubernetes/manifest_schemas.py CRD.yaml...`, with jobset.x-k8s.io_jobsets.yaml of
-kubernetes-sigs/jobset (config/components/crd/bases) and trainer.kubeflow.org_trainjobs.yaml and _trainingruntimes.yaml of
+kubernetes-sigs/jobset (config/components/crd/bases), kubeflow.org_pytorchjobs.yaml of kubeflow/training-operator 1 and trainer.kubeflow.org_trainjobs.yaml and _trainingruntimes.yaml of
 kubeflow/trainer (manifests/base/crds).
 
 A manifest is checked against all of its schema; then what the manifest touches is written to tests/format, with the names of
@@ -20,7 +20,12 @@ from jsonschema import Draft7Validator  # type: ignore[import-untyped]
 
 ROOT = Path(__file__).resolve().parents[3]
 FORMAT = ROOT / "tests" / "format"
-MANIFESTS = {"JobSet": "jobset.yaml", "TrainJob": "trainjob.yaml", "TrainingRuntime": "trainjob.yaml"}
+MANIFESTS = {
+    "JobSet": "jobset.yaml",
+    "PyTorchJob": "pytorchjob.yaml",
+    "TrainJob": "trainjob.yaml",
+    "TrainingRuntime": "trainjob.yaml",
+}
 KEPT = ("type", "required", "enum", "pattern", "anyOf", "minimum", "maximum", "minLength", "maxLength", "format")
 
 

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from support.dlrun import ENGINE, Launch, alive, dlrun, first_steps, processes_of, run_dlrun, traces
+from support.dlrun import ENGINE, Launch, alive, dlrun, first_steps, processes_of, run_dlrun, script, traces
 from support.ranks import wait_for
 
 from flashckpt.errors import RESUME_EXIT_CODE, ConfigError, HangError, RestartBudgetError
@@ -262,3 +262,13 @@ def test_sigterm_at_a_random_instant_no_hang_and_nothing_lost(tmp_path: Path, tr
 def time_after(seconds: float) -> Callable[[], bool]:
     end = time.monotonic() + seconds
     return lambda: time.monotonic() >= end
+
+
+def test_a_restart_whose_script_names_another_root_says_why_it_begins_from_scratch(tmp_path: Path) -> None:
+    """As a root with the time of the start in its name does."""
+    program = script(tmp_path, ENGINE.replace('/root", snap', '/root{life}", snap'))
+    with dlrun(tmp_path, "--nproc-per-node=2", "--max-restarts=1", program, tmp_path, 5000, 0.01) as launch:
+        pids = launch.until(lambda: first_steps(tmp_path, 0, 2), "the first steps")
+        assert not launch.says("begins from scratch")
+        os.kill(pids[1], signal.SIGKILL)
+        launch.until(lambda: launch.says("this restart begins from scratch: its root is another one"), "the warning")

@@ -1,14 +1,12 @@
 """`flashckpt check` on scripts with one fault each, which it has to name, and on exact ones.
 
-Of the three runs of most scripts the rank alone is started, without dlrun: a fork of an interpreter that has torch.
+The processes of the three runs are forks of an interpreter that has torch.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,40 +130,10 @@ FAULTS: dict[str, tuple[dict[str, str], str, str]] = {
 }  # fmt: skip
 
 
-class OneRank:
-    """One rank, started once more when it was killed: what dlrun does, without its start."""
-
-    def __init__(self, words: Sequence[str], log: Path, *, cwd: Path, env: Mapping[str, str]) -> None:
-        assert words[:2] == ["-m", "flashckpt.daemon.run"]
-        self._words = list(words[words.index("-m", 2) :])
-        self._log, self._cwd, self._env, self._life = log, cwd, dict(env), 0
-        self._start()
-
-    def _start(self) -> None:
-        env = {**self._env, "FLASHCKPT_RESTART": str(self._life)}
-        self._rank = warm.start(self._words, self._log, cwd=self._cwd, env=env)
-
-    @property
-    def pid(self) -> int:
-        return self._rank.pid
-
-    def poll(self) -> int | None:
-        code = self._rank.poll()
-        if code == -signal.SIGKILL and self._life == 0 and (self._log.parent / "killed").exists():
-            self._life = 1
-            self._start()
-            return None
-        return code
-
-    def wait(self, timeout: float) -> int:
-        return self._rank.wait(timeout)
-
-
 @pytest.fixture(autouse=True)
-def _one_rank(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    if "dlrun" not in request.node.name:
-        monkeypatch.setattr(runs, "start", OneRank)
+    monkeypatch.setattr(runs, "start", warm.start)
 
 
 def checked(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, Any]]:

@@ -103,6 +103,25 @@ class Renewed(Faithful):
         return {"value": self.value, "new": 1, **clocks}
 
 
+class Pickled(Faithful):
+    """Says the same in other bytes from its load on, as a pickle does."""
+
+    salt = b""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [self.salt + self.value]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value, self.salt = state["parts"][0], b"again"
+
+
+class DeafPickled(Pickled):
+    """Takes nothing."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
 def restored(root: Path, recorded: Any, live: Any) -> None:
     """Record one object, and give its state to another."""
     ckpt = opened(root, thing=recorded)
@@ -126,6 +145,15 @@ def test_what_takes_its_state_sooner_or_later_is_not_refused(kind: type[Faithful
             "process": 1,
         }
     restored(tmp_path, recorded, kind(VALUES[value](0)))
+
+
+def test_bytes_that_the_load_has_changed_are_not_refused(tmp_path: Path) -> None:
+    restored(tmp_path, Pickled(b"at 5"), Pickled(b"at 0"))
+
+
+def test_bytes_that_the_load_has_left_as_they_were_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ObjectStateError, match="does not come back"):
+        restored(tmp_path, Pickled(b"at 5"), DeafPickled(b"at 0"))
 
 
 @pytest.mark.parametrize("value", VALUES)
