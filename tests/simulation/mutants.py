@@ -181,7 +181,7 @@ MUTANTS = [
     Mutant("a keep mark that comes late is not seen", f"{_C}/retention.py",
            "claimed = _claim(store, batch, now)", "claimed = batch"),
     Mutant("a keep mark is given in spite of a deletion", f"{_C}/retention.py",
-           'if not is_new and is_tombstone(store, KEEP + prefix):', 'if not is_new and False:'),
+           "if not is_new and is_tombstone(store, KEEP + prefix):", "if not is_new and False:"),
     Mutant("retention keeps one less", f"{_C}/retention.py",
            "last = max(1, policy.keep_last)", "last = max(1, policy.keep_last - 1)"),
     Mutant("retention counts what was rolled back", f"{_C}/retention.py",
