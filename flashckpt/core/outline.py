@@ -23,6 +23,7 @@ from flashckpt.core.shard import ITEMSIZE
 from flashckpt.core.shard_table import ShardTable, distinct_names, ranges
 
 Ints = npt.NDArray[np.int64]
+Numbers = npt.NDArray[np.uint32]
 _KINDS = {"dtype_id": "<u1", "ndim": "<u1"}
 _DIMS = {"global_shape": "<i8", "lengths": "<i8", "base": "<i8", "group": "<u4"}
 _MOST_BOXES = 1 << 18
@@ -94,8 +95,8 @@ class Outline:
 
     names: list[bytes]
     packed: list[tuple[int, bytes]]
-    ranks: Ints
-    pattern: Ints
+    ranks: Numbers
+    pattern: Numbers
     coordinates: Ints
     suspects: list[str] = field(default_factory=list)
     by_design: list[str] | None = None
@@ -221,7 +222,7 @@ def merge_outlines(parts: Sequence[Outline]) -> Outline:
     """Return one outline of all ranks; of a rank that is in several the first one counts."""
     names: dict[bytes, int] = {}
     patterns: dict[tuple[int, bytes], int] = {}
-    columns: list[tuple[Ints, Ints, Ints]] = []
+    columns: list[tuple[Numbers, Numbers, Ints]] = []
     for part in parts:
         lists = [names.setdefault(raw, len(names)) for raw in part.names]
         numbers = [patterns.setdefault((lists[n], raw), len(patterns)) for n, raw in part.packed]
@@ -357,7 +358,8 @@ def _wholes(pattern: Pattern) -> npt.NDArray[np.uint64]:
     """Return 64 bits of all of a tensor, for each kind."""
     held = np.arange(pattern.global_shape.shape[1]) < pattern.ndim[:, None]
     found = np.where(held, _mixed(pattern.global_shape) - _mixed(0 * pattern.global_shape), np.uint64(1))
-    return found.prod(axis=1, dtype=np.uint64)
+    whole: npt.NDArray[np.uint64] = found.prod(axis=1, dtype=np.uint64)
+    return whole
 
 
 def _sums(pattern: Pattern, coordinates: Ints) -> npt.NDArray[np.uint64]:

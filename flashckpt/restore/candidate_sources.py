@@ -16,7 +16,7 @@ import numpy as np
 
 from flashckpt import collectives
 from flashckpt.checkpoint import catalog
-from flashckpt.checkpoint.catalog import manifest_from, read_manifest_bytes, whole_manifest
+from flashckpt.checkpoint.catalog import manifest_from, read_manifest_bytes
 from flashckpt.checkpoint.ranged_reads import with_values
 from flashckpt.checkpoint.retention import leased
 from flashckpt.core.figures import figures_from
@@ -131,7 +131,9 @@ def _shared(checkpoint: Checkpoint, raw: bytes, frame: bytes, stack: contextlib.
         raw = raw or read_manifest_bytes(store, checkpoint.prefix)
         if raw[: len(frame)] != frame:
             raise NoCheckpointError(f"the MANIFEST of {checkpoint.prefix} is not the one that rank 0 has read")
-        fd = share(whole_manifest(store, checkpoint.prefix, raw))
+        found = manifest_from(store.url, checkpoint.prefix, raw)
+        assert isinstance(found, Manifest), "one that names indexes goes to every rank"
+        fd = share(found)
     stack.callback(os.close, fd)
     return path_of(fd)
 
