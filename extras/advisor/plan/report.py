@@ -203,7 +203,7 @@ def plan_document(
             }
             for size in sizes
         ],
-        "coordination": plain(asked) | {"rows_per_rank": state["rank_rows"]},
+        "coordination": plain(asked),
         "walls": walls([_at_size(failures, size, rates, *at(size)) for size in WALL_SIZES]),
         "wrong_interval": [
             {"factor": factor, "snapshot_goodput": snapshot, "persist_goodput": persist}
