@@ -26,7 +26,6 @@ from flashckpt.restore.program import Program, compare
 from flashckpt.restore.requirements import LiveState, Requirements, Wanted, requirements
 from flashckpt.restore.source_names import SourceNames
 from flashckpt.restore.sources import Source
-from flashckpt.restore.spread_source import SpreadSource
 from flashckpt.restore.values import (
     Applied,
     Values,
@@ -150,8 +149,7 @@ def prepare(attempt: Attempt, sources: CandidateSources, *, exact: bool, named_b
     """
     tracked = attempt.tracked
     for source in sources.storage:
-        if isinstance(source, SpreadSource) and source.has_both(tracked.aliases):
-            source.bring(None)
+        source.bring_both(tracked.aliases)
     manifests = [source.manifest for source in named_by]
     with attempt.phases("requirements"):
         names = SourceNames(manifests)

@@ -10,7 +10,7 @@ import itertools
 import mmap
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -250,6 +250,9 @@ class StorageSource:
 
     def bring(self, wanted: ShardTable | None) -> None:
         """Know the rows that meet these boxes (None: all rows) before a plan is made: here all are known."""
+
+    def bring_both(self, aliases: Mapping[str, str]) -> None:
+        """Know all rows where two names of one live tensor are two tensors here: then their digests are compared."""
 
     def read(self, row: int, start: int, out: memoryview) -> None:
         """See Source: whole chunks are read straight into `out`, parts through a scratch buffer."""

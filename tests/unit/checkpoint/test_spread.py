@@ -28,6 +28,7 @@ from flashckpt.core.spread import Spread, is_spread
 from flashckpt.errors import DamagedError, FormatVersionError, ShardGapError
 from flashckpt.planning.read_plan import plan_reads
 from flashckpt.restore.executor import Target, execute_reads
+from flashckpt.restore.source_names import SourceNames
 from flashckpt.restore.spread_source import SpreadSource
 from flashckpt.storage.factory import open_store
 from flashckpt.storage.store import Store
@@ -154,6 +155,20 @@ def test_a_rank_of_any_layout_reads_its_state_from_the_fewest_indexes(
         assert by_design([source.manifest]) == by_design([whole])
         for one, held in zip(wanted, memory, strict=True):
             assert bytes(held) == bytes_of(one)
+
+
+def test_two_tensors_that_one_live_tensor_stands_for_are_known_whole_so_that_they_can_be_compared(store: Store) -> None:
+    for first in range(0, WORLD, 2):
+        put(store, [first, first + 1])
+    commit(store, PREFIX, range(WORLD))
+    source = SpreadSource(store, spread_of(store), PREFIX, "rank0")
+    source.bring_both({"a": "gone"})
+    assert int(source.manifest.table.nbytes.sum()) == 8, "the scalar, of which there is a row without a place"
+    source.bring_both({"a": "gone", "b": "a"})
+    assert source.manifest.table.fqns == ["a", "b", "t"]
+    names = SourceNames([source.manifest])
+    assert not names.are_equal("a", "b")
+    assert len(names._contents("a")) == WORLD
 
 
 def bytes_of(wanted: Shard) -> bytes:
