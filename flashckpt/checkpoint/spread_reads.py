@@ -34,22 +34,23 @@ def read_part(store: Store, prefix: str, spread: Spread, entries: Sequence[Index
 
     So names, dtypes, shapes and what is known of numbers are those of all rows. Errors as `read_rows`.
     """
-    indexes = list(each_entry(store, prefix, spread, entries))
-    part = merge(indexes) if indexes else spread.head
-    known, odd = set(part.table.fqns), [*(spread.outline.by_design or ()), *spread.outline.suspects]
-    rest = spread.outline.without_boxes([*(name for name in spread.outline.kinds if name not in known), *odd])
+    outline, is_whole = spread.outline, len(entries) == len(spread.indexes)
+    part = merge(list(each_entry(store, prefix, spread, entries))) if entries else spread.head
+    known = set(part.table.fqns)
+    nowhere = [name for name in outline.kinds if name not in known]
+    infinite = [] if is_whole else [*(outline.by_design or ()), *outline.suspects]  # in rows that were not read, too
+    rest = outline.without_boxes([*nowhere, *infinite])
     figures = None
-    if spread.outline.by_design is not None:
-        unknown = TensorFigures.unknown(len(rest) - len(odd))
-        bad = TensorFigures.unknown(len(odd))
-        bad.largest[:], bad.suspect[len(spread.outline.by_design) :] = np.inf, True
-        figures = stacked([(part.figures, len(part.table)), (unknown, len(unknown.norm)), (bad, len(odd))])
-    table = ShardTable.stacked([part.table, rest]).in_order_of(spread.outline.fqns)
+    if outline.by_design is not None:
+        more = TensorFigures.unknown(len(rest))
+        more.largest[len(nowhere) :] = np.inf
+        more.suspect[len(rest) - len(outline.suspects) if infinite else len(rest) :] = True
+        figures = stacked([(part.figures, len(part.table)), (more, len(rest))])
     return replace(
         spread.head,
-        table=table,
+        table=ShardTable.stacked([part.table, rest]).in_order_of(outline.fqns),
         digests=np.concatenate((part.digests, np.zeros(rest.chunks, np.uint64))),
-        objects=part.objects if indexes else [],
+        objects=part.objects if entries else [],
         ranged=NO_RANGES,
         figures=figures,
     )
