@@ -33,8 +33,9 @@ RANK_BYTES, RANGED_BYTES, ROW_BYTES = 10_200, 150, 100
 """Bytes of MANIFEST per rank, with its generators and without, and per tensor of a rank."""
 INDEXED_FROM = 8 << 20
 """Bytes of all indexes from which on MANIFEST of so many ranks names them in place of rows."""
-INDEXED_RANK_BYTES, INDEXED_ROW_BYTES, INDEXED_ROW_CPU_S = 85, 150, 0.1e-6
-"""Bytes of such a MANIFEST per rank and per tensor of one rank, seconds of a processor in its commit per tensor of all ranks."""
+INDEXED_RANK_BYTES, INDEXED_ROW_BYTES, INDEXED_ROW_CPU_S = 80, 115, 0.12e-6
+"""Bytes of such a MANIFEST per rank and per tensor of one rank, seconds of a processor in its commit per tensor of all ranks
+(benchmarks/results/2026-11-26/scale-indexes.json)."""
 FENCE = 1
 """Requests that find out whether a newer generation has claimed the root: a listing, once the own claim was read back."""
 JOIN = 2 + 1

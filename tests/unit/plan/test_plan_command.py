@@ -194,5 +194,5 @@ def test_no_interval_of_the_plan_is_shorter_than_the_requests_of_a_persist_take(
 
 def test_walls_are_part_of_the_advice() -> None:
     result = run(*BASE)
-    assert "MANIFEST is larger than 150 MB: from 16,384 GPUs on" in result.output
+    assert "MANIFEST is larger than 150 MB: at no size up to 131,072 GPUs" in result.output
     assert "until the nodes agree" in result.output
