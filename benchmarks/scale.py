@@ -42,7 +42,7 @@ from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard import Shard
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.core.spread import Spread
+from flashckpt.core.spread import Spread, decode_spread
 from flashckpt.daemon.persister.messaging import CARRIED_LOOK_S, IDLE_LOOK_S
 from flashckpt.errors import ObjectMissingError
 from flashckpt.planning.packs import pack_name
@@ -281,9 +281,7 @@ def planning(store: Store, raw: bytes, world: int) -> dict[str, float]:
         if fd is not None:
             manifest = candidate_sources.attach(candidate_sources.path_of(fd))
         else:
-            source = SpreadSource(
-                store, manifest_from("counted://root", prefix_of(1, 10), raw), prefix_of(1, 10), "nobody"
-            )
+            source = SpreadSource(store, decode_spread(raw), prefix_of(1, 10), "nobody")
             source.bring(wanted)
             manifest = source.manifest
         SourceNames([manifest])

@@ -58,7 +58,7 @@ class IndexList(NamedTuple):
     """The indexes that together are those of all writers, and what else there is.
 
     Attributes:
-        ranks: Of each index, by rank.
+        ranks: Those of each index, ascending.
         sizes: Key -> bytes of all packs and indexes, as a listing shows them.
     """
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from flashckpt.checkpoint.ranged_reads import with_values
 from flashckpt.checkpoint.spread_reads import read_part
+from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.core.spread import IndexEntry, Spread
 from flashckpt.restore.sources import StorageSource
@@ -24,6 +25,8 @@ class SpreadSource(StorageSource):
         prefix: Folder of the checkpoint.
         owner: The only rank whose values in ranges are asked for.
     """
+
+    manifest: Manifest
 
     def __init__(self, store: Store, spread: Spread, prefix: str, owner: str) -> None:
         self._store, self._folder = store, prefix

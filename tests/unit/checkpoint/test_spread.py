@@ -133,7 +133,12 @@ def test_a_rank_of_any_layout_reads_its_state_from_the_fewest_indexes(
     whole = read_manifest(store, PREFIX)
     asked: list[str] = []
     real = store.get
-    monkeypatch.setattr(store, "get", lambda key: asked.append(key.rpartition("/")[2]) or real(key))
+
+    def get(key: str) -> bytes:
+        asked.append(key.rpartition("/")[2])
+        return real(key)
+
+    monkeypatch.setattr(store, "get", get)
     for rank in range(world):
         spread = spread_of(store)
         asked.clear()

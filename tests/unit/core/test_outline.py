@@ -141,7 +141,7 @@ def test_outline_that_contradicts_itself_is_refused() -> None:
     good = encode_outline(outline_of(tables(4, 2)))
     ranks = np.frombuffer(good["ranks"], "<u4")
     coordinates = np.frombuffer(good["coordinates"], "<i8")
-    bad = [
+    bad: list[dict[str, object]] = [
         {"ranks": ranks[::-1].tobytes()},
         {"ranks": ranks[:-1].tobytes()},
         {"pattern": (np.frombuffer(good["pattern"], "<u4") + 99).tobytes()},
