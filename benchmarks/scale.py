@@ -5,7 +5,10 @@ requests and answer at once. Nothing is sent over a network, no tensor data exis
 "modelled s" are counted requests times a latency (20 ms by default), divided by those in flight. CPU seconds are
 measured, in one thread. Exponents are fitted to the logarithms of nodes and cost: 0 does not grow, 1 is linear.
 
-    python benchmarks/scale.py [--nodes 2,16,128,1024,2048] [--latency-ms 20] [--json FILE]
+A rank has 20 rows here; `--rows` adds what grows with them, with the layout of a 70B model (`scale_rows`), for each of the
+numbers of nodes.
+
+    python benchmarks/scale.py [--nodes 2,16,128,1024,2048] [--rows 20,500,2169] [--latency-ms 20] [--json FILE]
 """
 
 from __future__ import annotations
@@ -26,23 +29,27 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import scale_rows
 
+from flashckpt.checkpoint.catalog import manifest_from
 from flashckpt.checkpoint.indexes import put_indexes
 from flashckpt.checkpoint.intents import Proposals, read_intents
 from flashckpt.checkpoint.root_records import IN_FLIGHT, MANIFEST, prefix_of
 from flashckpt.checkpoint.writer import commit
 from flashckpt.core.intent import NodeProposal
 from flashckpt.core.lineage import SlotRecord, common
-from flashckpt.core.manifest import Manifest, decode_manifest
+from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard import Shard
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.core.spread import Spread, decode_spread
 from flashckpt.daemon.persister.messaging import CARRIED_LOOK_S, IDLE_LOOK_S
 from flashckpt.errors import ObjectMissingError
 from flashckpt.planning.packs import pack_name
 from flashckpt.planning.read_plan import plan_reads
 from flashckpt.restore import candidate_sources
 from flashckpt.restore.source_names import SourceNames
+from flashckpt.restore.spread_source import SpreadSource
 from flashckpt.shm.ack_relay import AckRelay
 from flashckpt.shm.acks import SnapshotAcks
 from flashckpt.shm.control import Control
@@ -94,8 +101,12 @@ class CountedRoot:
         assert not keys
 
     def list(self, prefix: str = "") -> list[ObjectInfo]:
-        """Return the objects below a prefix, 1,000 per request, as large as any pack."""
-        found = [ObjectInfo(key=key, nbytes=1 << 30, mtime=0.0) for key in self.objects if key.startswith(prefix)]
+        """Return the objects below a prefix, 1,000 per request; an empty one is as large as any pack."""
+        found = [
+            ObjectInfo(key=key, nbytes=len(data) or 1 << 30, mtime=0.0)
+            for key, data in self.objects.items()
+            if key.startswith(prefix)
+        ]
         self.requests["list"] += -(-max(1, len(found)) // 1000)
         return found
 
@@ -255,29 +266,35 @@ def committing(nodes: int, latency_s: float) -> dict[str, float]:
         "modelled s of a commit": turns * latency_s + cpu_s,
         "CPU s of a commit": cpu_s,
         "bytes of MANIFEST": len(root.objects[f"{prefix}/{MANIFEST}"]),
-        **planning(root.objects[f"{prefix}/{MANIFEST}"], world),
+        **planning(cast("Store", root), root.objects[f"{prefix}/{MANIFEST}"], world),
     }
 
 
-def planning(raw: bytes, world: int) -> dict[str, float]:
-    """A rank that plans its restore from the MANIFEST that the first rank of its node has decoded."""
-    decode_s = cpu_of(lambda: decode_manifest(raw))
-    fd = candidate_sources.share(decode_manifest(raw))
-    wanted = index_of(world // 2, world).table
+def planning(store: Store, raw: bytes, world: int) -> dict[str, float]:
+    """A rank that plans its restore from MANIFEST; from the decoded one of the first rank of its node, where that has rows."""
+    wanted, found = index_of(world // 2, world).table, []
+    decode_s = cpu_of(lambda: found.append(manifest_from("counted://root", prefix_of(1, 10), raw)))
+    fd = None if isinstance(found[0], Spread) else candidate_sources.share(found[0])
     tracemalloc.start()
 
     def plan() -> None:
-        manifest = candidate_sources.attach(candidate_sources.path_of(fd))
+        if fd is not None:
+            manifest = candidate_sources.attach(candidate_sources.path_of(fd))
+        else:
+            source = SpreadSource(store, decode_spread(raw), prefix_of(1, 10), "nobody")
+            source.bring(wanted)
+            manifest = source.manifest
         SourceNames([manifest])
         plan_reads(wanted, [manifest.table], names=["MANIFEST"]).require_complete(["MANIFEST"])
 
     cpu_s = cpu_of(plan)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    os.close(fd)
+    if fd is not None:
+        os.close(fd)
     return {
-        "CPU s to decode MANIFEST, once per node": decode_s,
-        "CPU s of another rank to plan its restore from it": cpu_s,
+        "CPU s to decode MANIFEST": decode_s,
+        "CPU s of a rank to plan its restore from it": cpu_s,
         "peak bytes of a rank to plan its restore": peak,
     }
 
@@ -310,6 +327,7 @@ def shown(value: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", default="2,16,128,1024,2048", help="numbers of nodes, %(default)s")
+    parser.add_argument("--rows", default="", help="also what grows with these numbers of rows per rank (minutes)")
     parser.add_argument("--latency-ms", type=float, default=20.0, help="of a request to the root, %(default)s")
     parser.add_argument("--json", type=Path, help="write the figures there")
     options = parser.parse_args()
@@ -317,6 +335,9 @@ def main() -> None:
     columns: dict[str, list[float]] = {}
     for nodes in sizes:
         row = acknowledgements(nodes) | agreement(nodes, latency_s) | committing(nodes, latency_s) | choosing(nodes)
+        for rows in map(int, filter(None, options.rows.split(","))):
+            of_rows = scale_rows.case(nodes * RANKS, rows, 1)
+            row |= {f"{name}, {rows:,} rows per rank": values[0] for name, values in of_rows.items()}
         for name, value in row.items():
             columns.setdefault(name, []).append(value)
     print(f"{'nodes (of ' + str(RANKS) + ' ranks)':60}" + "".join(f"{n:>14,}" for n in sizes) + "  exponent")

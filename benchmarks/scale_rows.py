@@ -3,8 +3,10 @@
 Every rank holds a part of each parameter and of two moments of it: 2,169 rows with all 723 parameters; fewer rows are those
 of the first parameters. Each node of 8 ranks has written its index; packs are files with holes. Each case is a separate
 process that commits, and another one that plans the restore of one rank in the same layout, for CPU seconds and peak memory.
+`--form rows` writes MANIFEST with a row for each box, as releases before 1.3 of the format do, whatever its size.
 
-    python benchmarks/scale_rows.py [--ranks 16,256,1024,4096,16384] [--rows 20,500,2169] [--times 1] [--json FILE]
+    python benchmarks/scale_rows.py [--ranks 16,256,1024,4096,16384] [--rows 20,500,2169] [--form indexes] [--times 1]
+        [--json FILE]
 """
 
 from __future__ import annotations
@@ -24,15 +26,18 @@ from typing import Any, cast
 
 import numpy as np
 
+from flashckpt.checkpoint import merging
 from flashckpt.checkpoint.catalog import manifest_from, read_manifest_bytes
 from flashckpt.checkpoint.indexes import put_indexes
 from flashckpt.checkpoint.root_records import MANIFEST, prefix_of
 from flashckpt.checkpoint.writer import commit
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard_table import ShardTable, first_chunks
+from flashckpt.core.spread import Spread
 from flashckpt.planning.packs import PACK_BYTES, pack_name
 from flashckpt.planning.read_plan import plan_reads
 from flashckpt.restore import candidate_sources
+from flashckpt.restore.spread_source import SpreadSource
 from flashckpt.storage.factory import open_store
 from flashckpt.storage.store import Store
 
@@ -40,6 +45,7 @@ RANKS = 8
 """Ranks per node."""
 WIDTH, INNER, KEYS, WORDS, LAYERS = 8192, 28672, 1024, 128256, 80
 PREFIX = prefix_of(1, 10)
+FORM = "FLASHCKPT_SCALE_FORM"
 
 
 def parameters() -> list[tuple[str, int, int]]:
@@ -135,6 +141,7 @@ def peak_mb() -> float:
 def committing(folder: Path, world: int, rows: int) -> dict[str, float]:
     """The leader's commit."""
     del rows
+    merging.SPREAD_BYTES = 1 << 60 if os.environ.get(FORM) == "rows" else merging.SPREAD_BYTES
     store, before, began = open_store(str(folder)), peak_mb(), time.process_time()
     assert commit(store, PREFIX, range(world))
     spent = time.process_time() - began
@@ -148,7 +155,10 @@ def committing(folder: Path, world: int, rows: int) -> dict[str, float]:
 def sharing(folder: Path, world: int, rows: int) -> dict[str, float]:
     """What the first rank of a node does with MANIFEST for all of them; a child is one of the others."""
     store, before, began = open_store(str(folder)), peak_mb(), time.process_time()
-    fd = candidate_sources.share(manifest_from(store.url, PREFIX, read_manifest_bytes(store, PREFIX)))
+    manifest = manifest_from(store.url, PREFIX, read_manifest_bytes(store, PREFIX))
+    if isinstance(manifest, Spread):  # nothing is shared: each rank has the bytes of MANIFEST, and does the same
+        return child("bringing", folder, world, rows)
+    fd = candidate_sources.share(manifest)
     found = {"CPU s of a node's first rank": time.process_time() - began, "peak MB of it": peak_mb() - before}
     path = candidate_sources.path_of(fd)
     return found | child("planning", folder, world, rows, path)
@@ -162,6 +172,25 @@ def planning(path: str, world: int, rows: int) -> dict[str, float]:
     return {"CPU s of every other rank": time.process_time() - began, "peak MB of every other rank": peak_mb() - before}
 
 
+def bringing(folder: Path, world: int, rows: int) -> dict[str, float]:
+    """Any rank, of a MANIFEST that names indexes: what it wants is what it wrote."""
+    store, wanted = open_store(str(folder)), table_of(world // 2, world, rows)
+    raw = read_manifest_bytes(store, PREFIX)
+    before, began = peak_mb(), time.process_time()
+    spread = manifest_from(store.url, PREFIX, raw)
+    assert isinstance(spread, Spread)
+    source = SpreadSource(store, spread, PREFIX, "nobody")
+    source.bring(wanted)
+    plan_reads(wanted, [source.manifest.table], names=["MANIFEST"]).require_complete(["MANIFEST"])
+    spent, peak = time.process_time() - began, peak_mb() - before
+    return {
+        "CPU s of a node's first rank": spent,
+        "peak MB of it": peak,
+        "CPU s of every other rank": spent,
+        "peak MB of every other rank": peak,
+    }
+
+
 def child(what: str, folder: Path, world: int, rows: int, path: str = "") -> dict[str, float]:
     """Run one part in a separate process."""
     command = [sys.executable, __file__, "--part", what, str(folder), str(world), str(rows), path]
@@ -173,7 +202,7 @@ def part(what: str, folder: str, world: str, rows: str, path: str) -> dict[str, 
     """Do what `child` asked for."""
     if what == "planning":
         return planning(path, int(world), int(rows))
-    work = committing if what == "committing" else sharing
+    work = {"committing": committing, "sharing": sharing, "bringing": bringing}[what]
     return work(Path(folder), int(world), int(rows))
 
 
@@ -192,6 +221,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="16,256,1024,4096,16384", help="ranks of the job, %(default)s")
     parser.add_argument("--rows", default="20,500,2169", help="rows of each rank, %(default)s")
+    parser.add_argument("--form", choices=("indexes", "rows"), default="indexes", help="of MANIFEST, %(default)s")
     parser.add_argument("--times", type=int, default=1, help="runs of each size, %(default)s")
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--part", nargs=5, help=argparse.SUPPRESS)
@@ -199,6 +229,7 @@ def main() -> None:
     if options.part:
         sys.stdout.write(json.dumps(part(*options.part)))
         return
+    os.environ[FORM] = options.form
     found: dict[str, dict[str, Any]] = {}
     for rows in map(int, options.rows.split(",")):
         for world in map(int, options.ranks.split(",")):
@@ -212,6 +243,7 @@ def main() -> None:
             "machine": machine,
             "load": os.getloadavg()[0],
             "times": options.times,
+            "form": options.form,
             "spread": "median, least, most",
         }
         options.json.write_text(json.dumps(about | {"cost": found}, indent=1) + "\n")

@@ -88,6 +88,7 @@ CRASH_POINTS: dict[str, str] = {
     "mark.after-name": "a name given to another checkpoint, the one before has it still",
     # a copy of a checkpoint to another root
     "copy.during-pack": "part of a pack of the copy written",
+    "copy.after-index": "all packs of the copy and one of its indexes durable, its MANIFEST not written",
     "copy.before-manifest": "all packs of the copy durable, its MANIFEST not written",
     "copy.after-manifest": "MANIFEST of the copy written, LATEST not",
     "export.before-rename": "everything durable under the temporary name",

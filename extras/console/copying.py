@@ -10,14 +10,16 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from flashckpt.checkpoint.catalog import manifest_from, newest_checkpoint, read_manifest_bytes
+from flashckpt.checkpoint.catalog import newest_checkpoint, read_manifest_bytes, whole_manifest
 from flashckpt.checkpoint.generations import claim_generation, read_generations
+from flashckpt.checkpoint.merging import refuse_gaps
 from flashckpt.checkpoint.ranged_reads import with_values
 from flashckpt.checkpoint.retention import leased
 from flashckpt.checkpoint.root_records import LATEST, MANIFEST, TOMBSTONE, parse_prefix
-from flashckpt.checkpoint.writer import refuse_gaps
+from flashckpt.checkpoint.spread_reads import copy_indexes
 from flashckpt.cli.verify import Span, requests_of
 from flashckpt.core.manifest import Manifest
+from flashckpt.core.spread import decode_spread, is_spread
 from flashckpt.errors import ConfigError, DamagedError, FencedError, ObjectMissingError
 from flashckpt.faults import crash_point
 from flashckpt.planning.packs import COMPRESSED_SUFFIX
@@ -64,7 +66,7 @@ def copy_checkpoint(
     """
     with leased(source, prefix):
         raw = read_manifest_bytes(source, prefix)
-        manifest = manifest_from(source.url, prefix, raw)
+        manifest = whole_manifest(source, prefix, raw)
         refuse_gaps(manifest.table)
         ends = _Ends(source, target, prefix, manifest)
         if _is_committed(ends, raw):
@@ -78,6 +80,8 @@ def copy_checkpoint(
             )
             kept = sum(work)
         with_values(target, prefix, manifest)  # those in ranges, verified where they are now
+        if is_spread(raw):
+            copy_indexes(source, target, prefix, decode_spread(raw))
         crash_point("copy.before-manifest")
         if not target.put_if_absent(f"{prefix}/{MANIFEST}", raw):
             _is_committed(ends, raw)

@@ -28,11 +28,13 @@ from flashckpt.checkpoint.root_records import (
     prefix_of,
     read_names,
 )
+from flashckpt.checkpoint.spread_reads import each_entry, read_rows
 from flashckpt.checkpoint.writer import read_start
 from flashckpt.core.lineage import Generation, is_rolled_back
 from flashckpt.core.manifest import Manifest, decode_manifest, header_of
 from flashckpt.core.manifest_header import ManifestHeader, decode_manifest_header
 from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.core.spread import Spread, decode_spread, is_spread
 from flashckpt.errors import (
     DamagedError,
     FlashckptError,
@@ -232,7 +234,7 @@ def read_manifest(store: Store, info: CheckpointInfo | str, *, values: bool = Tr
         DamagedError: It, or such a value, is damaged; the message names it.
     """
     prefix = info if isinstance(info, str) else info.prefix
-    manifest = manifest_from(store.url, prefix, read_manifest_bytes(store, prefix))
+    manifest = whole_manifest(store, prefix, read_manifest_bytes(store, prefix))
     return with_values(store, prefix, manifest) if values else manifest
 
 
@@ -244,12 +246,28 @@ def read_manifest_bytes(store: Store, prefix: str) -> bytes:
         raise _never_committed(store.url, prefix) from error
 
 
-def manifest_from(url: str, prefix: str, raw: bytes) -> Manifest:
+def whole_manifest(store: Store, prefix: str, raw: bytes) -> Manifest:
+    """Return the MANIFEST in `raw` with all rows, of its indexes too where it names some; errors as `read_manifest`."""
+    found = manifest_from(store.url, prefix, raw)
+    return read_rows(store, prefix, found) if isinstance(found, Spread) else found
+
+
+def verify_manifest(store: Store, prefix: str) -> ManifestHeader:
+    """Return the summary of a checkpoint whose MANIFEST, and what it names in place of rows, is whole; errors as `read_manifest`."""
+    found = manifest_from(store.url, prefix, read_manifest_bytes(store, prefix))
+    if not isinstance(found, Spread):
+        return header_of(found)
+    for _ in each_entry(store, prefix, found, found.indexes, rows=False):
+        pass
+    return found.header
+
+
+def manifest_from(url: str, prefix: str, raw: bytes) -> Manifest | Spread:
     """Return the MANIFEST in `raw`, which was read from `prefix` of the root `url`; errors as `read_manifest`."""
     if raw.startswith(TOMBSTONE):
         raise _deleted(url, prefix, raw)
     try:
-        manifest = decode_manifest(raw)
+        manifest = decode_spread(raw) if is_spread(raw) else decode_manifest(raw)
     except DamagedError as error:
         raise _damaged_manifest(url, prefix, error) from error
     _refuse_other(url, prefix, manifest.identity)
@@ -306,7 +324,7 @@ def examine(store: Store, prefix: str, *, whole: bool = False) -> CheckpointInfo
         summary = None if whole else read_summary(store, prefix, head.nbytes)
         is_whole = summary is None
         if summary is None:
-            summary = header_of(read_manifest(store, prefix, values=False))
+            summary = verify_manifest(store, prefix)
     except NoCheckpointError:
         return Absent.DELETED
     except (DamagedError, FormatVersionError) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from flashckpt.checkpoint.catalog import CheckpointInfo, list_checkpoints, newest_checkpoint, read_manifest
+from flashckpt.checkpoint.catalog import CheckpointInfo, list_checkpoints, newest_checkpoint, verify_manifest
 from flashckpt.errors import DamagedError, NoCheckpointError
 from flashckpt.storage.store import Store
 
@@ -66,6 +66,6 @@ def choose_checkpoint(store: Store, step: int | None = None, generation: int | N
             f"{store.url} has no checkpoint of {', '.join(asked)}", found=there, remedy="choose one of these"
         )
     if wanted[0].problem:
-        read_manifest(store, wanted[0], values=False)  # raises what is wrong with it: damaged, or of a newer format
+        verify_manifest(store, wanted[0].prefix)  # raises what is wrong with it: damaged, or of a newer format
         raise DamagedError(f"the checkpoint {wanted[0].prefix} of {store.url} is damaged", found=wanted[0].problem)
     return wanted[0]

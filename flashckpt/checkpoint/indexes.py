@@ -1,18 +1,22 @@
-"""The indexes of a checkpoint that is not committed yet: one object for all ranks of a node that follow each other.
+"""The indexes of a checkpoint: one object for all ranks of a node that follow each other.
 
 At 16,384 ranks the leader reads 2,048 objects instead of 16,384, and what only one rank ever asks for, the state of its
-generators, lies in an object beside them: it is neither read for a commit nor a part of MANIFEST.
+generators, lies in an object beside them: it is neither read for a commit nor a part of MANIFEST. Nor is what an index
+says of its rows, where the indexes are large: then MANIFEST has their outlines.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
+import msgpack
 import numpy as np
 
 from flashckpt.checkpoint.root_records import IN_FLIGHT, parallel
-from flashckpt.core.manifest import Manifest, cover, decode_manifest, encode_manifest
+from flashckpt.core.manifest import Manifest, by_design, cover, decode_manifest, encode_manifest
+from flashckpt.core.outline import encode_outline, outline_of
 from flashckpt.core.values import NO_RANGES, concatenate, cut
 from flashckpt.errors import DamagedError, ObjectMissingError, PersistError
 from flashckpt.faults import crash_point
@@ -37,6 +41,8 @@ def put_indexes(store: Store, prefix: str, indexes: Iterable[Manifest]) -> None:
     for run in _runs(sorted(indexes, key=lambda index: index.rank)):
         parts = _with_ranges(store, prefix, run) if run[0].world_size >= RANGED_FROM else run
         index = parts[0] if len(parts) == 1 else cover(parts)
+        if index.world_size >= RANGED_FROM:
+            index = _outlined(index, parts)
         crash_point("persist.before-index")
         store.put(f"{prefix}/{index_name(run[0].rank, run[-1].rank)}", encode_manifest(index))
 
@@ -48,27 +54,64 @@ def missing_writers(store: Store, prefix: str, writers: Sequence[int]) -> list[i
     return [rank for rank in writers if rank not in written]
 
 
-def read_indexes(store: Store, prefix: str, writers: Sequence[int]) -> list[Manifest]:
+class IndexList(NamedTuple):
+    """The indexes that together are those of all writers, and what else there is.
+
+    Attributes:
+        ranks: Those of each index, ascending.
+        sizes: Key -> bytes of all packs and indexes, as a listing shows them.
+    """
+
+    ranks: list[range]
+    sizes: Mapping[str, int]
+
+    def nbytes(self, prefix: str) -> int:
+        """Bytes of the indexes."""
+        return sum(self.sizes.get(f"{prefix}/{index_name(ranks[0], ranks[-1])}", 0) for ranks in self.ranks)
+
+
+def list_indexes(store: Store, prefix: str, writers: Sequence[int]) -> IndexList:
+    """Return the fewest indexes that stand for all writers."""
+    sizes = _listed(store, prefix, writers)
+    names = (key.rpartition("/")[2] for key in sizes)
+    there = [ranks for name in names if (ranks := ranks_of_index(name)) is not None]
+    return IndexList(_needed(there, writers), sizes)
+
+
+def read_indexes(store: Store, prefix: str, writers: Sequence[int], there: IndexList | None = None) -> list[Manifest]:
     """Return indexes that together are those of all writers, by rank, their packs looked at.
+
+    Args:
+        store: The root.
+        prefix: Folder of the checkpoint.
+        writers: Ranks.
+        there: Which ones they are; asked of the root if None.
 
     Raises:
         PersistError: A writer has none, or one is not of the ranks in its name.
         DamagedError: One cannot be decoded, or a pack is missing or too short.
     """
-    sizes = _listed(store, prefix, writers)
-    names = (key.rpartition("/")[2] for key in sizes)
-    wanted = _needed([ranks for name in names if (ranks := ranks_of_index(name)) is not None], writers)
-    # decoded in one thread: 64 of them in Python take half as long again
-    indexes: list[Manifest] = []
-    for at in range(0, len(wanted), IN_FLIGHT):  # not all of their bytes are held at a time
-        some = wanted[at : at + IN_FLIGHT]
-        found = parallel(lambda ranks: _get_index(store, prefix, ranks), some)
-        indexes += [_decoded(store, prefix, ranks, raw) for ranks, raw in zip(some, found, strict=True)]
-    check_packs(store, prefix, indexes, sizes)
+    there = list_indexes(store, prefix, writers) if there is None else there
+    indexes = list(each_index(store, prefix, there.ranks))
+    check_packs(store, prefix, (one for index in indexes for one in needed_bytes(index)), there.sizes)
     return indexes
 
 
-def check_packs(store: Store, prefix: str, indexes: Iterable[Manifest], sizes: Mapping[str, int]) -> None:
+def each_index(store: Store, prefix: str, wanted: Sequence[range], *, rows: bool = True) -> Iterator[Manifest]:
+    """Yield indexes, decoded: `rows` as in `decode_manifest`, errors as above. The bytes of some are held at a time."""
+    # decoded in one thread: 64 of them in Python take half as long again
+    for at in range(0, len(wanted), IN_FLIGHT):
+        some = wanted[at : at + IN_FLIGHT]
+        found = parallel(lambda ranks: _get_index(store, prefix, ranks), some)
+        for ranks in some:
+            yield _decoded(store, prefix, ranks, found.pop(0), rows=rows)
+
+
+Need = tuple[str, int, int]
+"""An object of an index, the bytes that its rows need of it, and those that the object must have as it is."""
+
+
+def check_packs(store: Store, prefix: str, needs: Iterable[Need], sizes: Mapping[str, int]) -> None:
     """Raise DamagedError where a pack is missing or shorter than its rows say.
 
     A listing may lag behind, so where it lacks a pack or shows a shorter one, the pack itself is asked for.
@@ -76,7 +119,7 @@ def check_packs(store: Store, prefix: str, indexes: Iterable[Manifest], sizes: M
     Args:
         store: The root.
         prefix: Folder of the checkpoint.
-        indexes: Say which packs there are.
+        needs: Say which packs there are.
         sizes: Key -> bytes, as a listing of the checkpoint shows them; may be empty.
     """
 
@@ -90,19 +133,34 @@ def check_packs(store: Store, prefix: str, indexes: Iterable[Manifest], sizes: M
                 state="MANIFEST was not written.",
             )
 
-    needs = [one for index in indexes for one in _needed_bytes(index)]
     parallel(lambda one: check(*one), [one for one in needs if sizes.get(f"{prefix}/{one[0]}", -1) < one[2]])
 
 
-def _needed_bytes(index: Manifest) -> Iterator[tuple[str, int, int]]:
-    """Yield each object of an index, the bytes that its rows need of it, and those that the object must have as it is."""
+def needed_bytes(index: Manifest) -> Iterator[Need]:
+    """Yield what an index needs of each of its objects."""
     table = index.table
     ends = np.zeros(len(index.objects), np.int64)
     held = table.nbytes > 0
     np.maximum.at(ends, table.object_id[held], (table.byte_offset + table.nbytes)[held])
-    needs = np.maximum(ends, index.ranged.ends(len(index.objects))).tolist()
-    for name, needed in zip(index.objects, needs, strict=True):
+    return needs_of(index.objects, np.maximum(ends, index.ranged.ends(len(index.objects))).tolist())
+
+
+def needs_of(objects: Sequence[str], ends: Sequence[int]) -> Iterator[Need]:
+    """Yield the same of objects whose bytes in use end there."""
+    for name, needed in zip(objects, ends, strict=True):
         yield name, needed, needed if name.endswith(PACK_SUFFIX) else 0  # a compressed one is shorter than its rows
+
+
+def _outlined(index: Manifest, parts: Sequence[Manifest]) -> Manifest:
+    """Return an index with its outline, and what a commit asks of it besides."""
+    known = by_design([index])
+    outline = replace(
+        outline_of([(one.rank, one.table) for one in parts]),
+        suspects=index.suspects,
+        by_design=None if known is None else sorted(known),
+    )
+    needs = tuple(needed for _, needed, _ in needed_bytes(index))
+    return replace(index, outline=bytes(msgpack.packb(encode_outline(outline))), needs=needs)
 
 
 def _listed(store: Store, prefix: str, writers: Sequence[int]) -> dict[str, int]:
@@ -161,10 +219,10 @@ def _get_index(store: Store, prefix: str, ranks: range) -> bytes:
         ) from error
 
 
-def _decoded(store: Store, prefix: str, ranks: range, raw: bytes) -> Manifest:
+def _decoded(store: Store, prefix: str, ranks: range, raw: bytes, *, rows: bool) -> Manifest:
     key = f"{prefix}/{index_name(ranks[0], ranks[-1])}"
     try:
-        index = decode_manifest(raw)
+        index = decode_manifest(raw, rows=rows)
     except DamagedError as error:
         raise DamagedError(f"the index {key} of {store.url} is damaged", found=error.found) from error
     if (index.covers or (index.rank,)) != tuple(ranks):

@@ -18,7 +18,15 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 
-from flashckpt.checkpoint.catalog import CheckpointInfo, RootContents, entry_from, look_at, read_contents, read_manifest
+from flashckpt.checkpoint.catalog import (
+    CheckpointInfo,
+    RootContents,
+    entry_from,
+    look_at,
+    read_contents,
+    read_manifest,
+    verify_manifest,
+)
 from flashckpt.checkpoint.generations import read_generations
 from flashckpt.checkpoint.root_records import (
     MANIFEST,
@@ -307,7 +315,7 @@ def keep(store: Store, prefix: str, name: bytes = b"") -> bool:
     Raises:
         NoCheckpointError: There is none, or it is being deleted.
     """
-    read_manifest(store, prefix, values=False)
+    verify_manifest(store, prefix)
     is_new = store.put_if_absent(KEEP + prefix, name)
     if not is_new and is_tombstone(store, KEEP + prefix):
         raise NoCheckpointError(
@@ -317,7 +325,7 @@ def keep(store: Store, prefix: str, name: bytes = b"") -> bool:
             remedy="mark a newer one; if it is still there in an hour, take the mark away (--remove) and mark it again",
         )
     try:
-        read_manifest(store, prefix, values=False)
+        verify_manifest(store, prefix)
     except NoCheckpointError:  # its deletion ended between our look and our mark
         unkeep(store, prefix)
         raise

@@ -27,13 +27,12 @@ from flashckpt.checkpoint.compression import (
     plan_frames,
     worth_compressing,
 )
-from flashckpt.checkpoint.indexes import check_packs, put_indexes, read_indexes
-from flashckpt.checkpoint.root_records import LATEST, MANIFEST, TOMBSTONE, prefix_of
+from flashckpt.checkpoint.indexes import check_packs, needed_bytes, put_indexes
+from flashckpt.checkpoint.merging import encoded_manifest
+from flashckpt.checkpoint.root_records import LATEST, MANIFEST, TOMBSTONE
 from flashckpt.core.digest import CHUNK_BYTES
-from flashckpt.core.manifest import Manifest, decode_manifest, encode_manifest, merge
+from flashckpt.core.manifest import Manifest, decode_manifest
 from flashckpt.core.manifest_header import HEAD_BYTES, decode_manifest_header
-from flashckpt.core.schema import cut_tensors_with_gaps, products
-from flashckpt.core.shard_table import ShardTable
 from flashckpt.errors import (
     DamagedError,
     FencedError,
@@ -41,7 +40,6 @@ from flashckpt.errors import (
     ObjectMissingError,
     PersistError,
     RootError,
-    ShardGapError,
     StoreError,
 )
 from flashckpt.faults import crash_point
@@ -144,9 +142,7 @@ def commit(store: Store, prefix: str, writers: Sequence[int], *, is_wanted: Call
     if _committed(store, prefix):
         return False
     crash_point("persist.before-manifest")
-    merged = merge(_read_indexes(store, prefix, writers))
-    refuse_gaps(merged.table)
-    encoded = encode_manifest(merged)
+    encoded = encoded_manifest(store, prefix, writers)
     if not is_wanted():
         raise PersistError(f"the checkpoint {prefix} is not committed here any more", state="MANIFEST was not written.")
     if not store.put_if_absent(f"{prefix}/{MANIFEST}", encoded):
@@ -164,19 +160,6 @@ def commit(store: Store, prefix: str, writers: Sequence[int], *, is_wanted: Call
     except FlashckptError:
         _log.debug("LATEST was not written; it is a hint only", exc_info=True)
     return True
-
-
-def refuse_gaps(table: ShardTable) -> None:
-    """Raise ShardGapError where the boxes of a tensor do not cover it."""
-    if gaps := cut_tensors_with_gaps(table):
-        rows = table.rows(table.fqns[gaps[0]])
-        held, whole = (products(column, table)[rows] for column in (table.lengths, table.global_shape))
-        raise ShardGapError(
-            f"the writers do not hold the whole tensor {table.fqns[gaps[0]]!r}",
-            found=f"{int(held.sum())} elements in {len(rows)} boxes ({len(gaps)} tensors with gaps)",
-            expected=f"boxes that cover {int(whole[0])} elements",
-            state="MANIFEST was not written.",
-        )
 
 
 class _PackWriter:
@@ -228,7 +211,7 @@ def _existing_index(store: Store, prefix: str, manifest: Manifest) -> Manifest |
         return None
     try:
         there = decode_manifest(store.get(key))
-        check_packs(store, prefix, [there], {})
+        check_packs(store, prefix, needed_bytes(there), {})
     except (DamagedError, ObjectMissingError):
         return None
     same = there.identity == manifest.identity and there.job == manifest.job
@@ -264,18 +247,6 @@ def _committed(store: Store, prefix: str) -> bool:
     except ObjectMissingError:
         return False
     return True
-
-
-def _read_indexes(store: Store, prefix: str, writers: Sequence[int]) -> list[Manifest]:
-    indexes = read_indexes(store, prefix, writers)
-    for index in indexes:
-        if not prefix.endswith(found := prefix_of(*index.identity)):
-            raise PersistError(
-                f"an index of {prefix} belongs to another snapshot",
-                found=f"rank {index.rank}, {found}",
-                expected=f"rank {index.rank}, {prefix}",
-            )
-    return indexes
 
 
 # -- The bytes of a pinned slot on their way into packs: verified, then handed out where they lie ------------------

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from flashckpt.checkpoint.catalog import CheckpointInfo, list_checkpoints, read_manifest
 from flashckpt.checkpoint.choice import checkpoints_of
-from flashckpt.checkpoint.writer import refuse_gaps
+from flashckpt.checkpoint.merging import refuse_gaps
 from flashckpt.cli.common import (
     Command,
     choose,

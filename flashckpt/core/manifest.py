@@ -73,6 +73,8 @@ class Manifest:
         covers: Ranks whose indexes one index of several ranks stands for; () anywhere else.
         ranged: Values that are not in `values`, but in an object of `objects`.
         figures: What the numbers of each row are; None in one of an earlier release.
+        outline: In an index of a large job, which boxes its ranks hold (`core/outline`); b"" anywhere else.
+        needs: Beside it, how many bytes of each object are in use.
     """
 
     job: str
@@ -91,6 +93,8 @@ class Manifest:
     covers: tuple[int, ...] = ()
     ranged: RangedValues = NO_RANGES
     figures: TensorFigures | None = None
+    outline: bytes = b""
+    needs: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -153,7 +157,30 @@ def encode_manifest(m: Manifest, *, table_bytes: bytes | None = None) -> bytes:
         UnsupportedStateError: A value is not of the allowed types; names its key.
     """
     body_map: dict[str, Any] = {KEY: encode_manifest_header(header_of(m))} if m.rank < 0 else {}
+    fields = fields_of(m)
+    values = fields.pop("values")
+    body_map |= fields
     body_map |= {
+        "objects": list(m.objects),
+        "table": encode_table(m.table) if table_bytes is None else table_bytes,
+        "digests": np.ascontiguousarray(m.digests, "<u8").tobytes(),
+        "values": values,
+    }
+    body_map |= {"is_part": True} if m.is_part else {}
+    body_map |= {"covers": list(m.covers)} if m.covers else {}
+    body_map |= {"figures": m.figures.packed()} if m.figures is not None else {}
+    has_ranges = len(m.ranged) > 0
+    body_map |= {"ranged": m.ranged.packed()} if has_ranges else {}
+    body_map |= {"outline": m.outline, "needs": list(m.needs)} if m.outline else {}
+    body = msgpack.packb(body_map)
+    body_map.clear()  # the table of many ranks, which is in the body now
+    # A program that does not know ranges would restore without these values, so it has to refuse the whole.
+    return frame_of(MAJOR_WITH_RANGES if has_ranges else MAJOR, MINOR_WITH_SUMMARY if m.rank < 0 else MINOR, body)
+
+
+def fields_of(m: Manifest) -> dict[str, Any]:
+    """Return the fields that every kind of manifest has, as msgpack types."""
+    return {
         "job": m.job,
         "generation": m.generation,
         "step": m.step,
@@ -164,21 +191,13 @@ def encode_manifest(m: Manifest, *, table_bytes: bytes | None = None) -> bytes:
         "coordinates": {str(k): int(v) for k, v in m.coordinates.items()},
         "digest": NAME,
         "chunk_bytes": CHUNK_BYTES,
-        "objects": list(m.objects),
-        "table": encode_table(m.table) if table_bytes is None else table_bytes,
-        "digests": np.ascontiguousarray(m.digests, "<u8").tobytes(),
         "values": pack_values(m.values),
     }
-    body_map |= {"is_part": True} if m.is_part else {}
-    body_map |= {"covers": list(m.covers)} if m.covers else {}
-    body_map |= {"figures": m.figures.packed()} if m.figures is not None else {}
-    has_ranges = len(m.ranged) > 0
-    body_map |= {"ranged": m.ranged.packed()} if has_ranges else {}
-    body = msgpack.packb(body_map)
-    body_map.clear()  # the table of many ranks, which is in the body now
-    # A program that does not know ranges would restore without these values, so it has to refuse the whole.
-    major = MAJOR_WITH_RANGES if has_ranges else MAJOR
-    prefix = PREFIX.pack(MAGIC, major, MINOR_WITH_SUMMARY if m.rank < 0 else MINOR, 0, len(body))
+
+
+def frame_of(major: int, minor: int, body: bytes) -> bytes:
+    """Return a body behind its frame."""
+    prefix = PREFIX.pack(MAGIC, major, minor, 0, len(body))
     return b"".join((prefix, struct.pack("<Q", digest_of(prefix, body)), body))
 
 
@@ -197,26 +216,36 @@ def header_of(m: Manifest) -> ManifestHeader:
     )
 
 
-def decode_manifest(buf: Any) -> Manifest:
+def decode_manifest(buf: Any, *, rows: bool = True) -> Manifest:
     """Return the manifest in `buf` (bytes or memoryview, nothing before or after it).
 
     Unknown keys of a newer minor version are ignored.
+
+    Args:
+        buf: The bytes.
+        rows: Also its rows and figures, which cost most; else it has none.
 
     Raises:
         DamagedError: Not a manifest, cut short, its digest does not hold, or its fields and rows contradict each other.
         FormatVersionError: Written by a newer major version.
     """
+    body = body_of(buf)
+    try:
+        return _manifest_from(msgpack.unpackb(body, strict_map_key=False), rows=rows)
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
+        broken_schema(error)
+
+
+def body_of(buf: Any, *, majors: Sequence[int] = (MAJOR, MAJOR_WITH_RANGES)) -> memoryview:
+    """Return the body of a manifest once its digest holds; errors as `decode_manifest`."""
     raw = memoryview(buf).cast("B")  # no copies: the MANIFEST of 16,384 ranks has 150 MB
-    body_bytes, expected = read_frame(raw)
+    body_bytes, expected = read_frame(raw, majors)
     body = raw[HEADER.size :]
     if len(body) != body_bytes:
         damaged(f"{len(body)} bytes after the header", f"{body_bytes} bytes")
     if (found := digest_of(raw[: PREFIX.size], body)) != expected:
         damaged(f"digest {found:016x}", f"digest {expected:016x}")
-    try:
-        return _manifest_from(msgpack.unpackb(body, strict_map_key=False))
-    except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
-        broken_schema(error)
+    return body
 
 
 def merge(manifests: Sequence[Manifest]) -> Manifest:
@@ -313,8 +342,8 @@ def _is_what_all_have(key: str, value: Any, m: Manifest, values: dict[str, Any])
     return base in m.values and owner.isdecimal() and int(owner) in m.covers and packed(values[base]) == packed(value)
 
 
-def _manifest_from(head: Any) -> Manifest:
-    """Return the manifest of a body, every field and row checked against the others.
+def head_from(head: Any) -> Manifest:
+    """Return a manifest without rows, digests and figures from the map of its body.
 
     Raises:
         ValueError, TypeError, KeyError, IndexError: It contradicts itself.
@@ -332,22 +361,42 @@ def _manifest_from(head: Any) -> Manifest:
         rank=integer(head["rank"], least=-1),
         writers=[integer(rank) for rank in _list(head["writers"])],
         coordinates={text(name): integer(place) for name, place in _map(head["coordinates"]).items()},
-        table=table_from_columns(_map(msgpack.unpackb(head["table"]))),
-        digests=np.frombuffer(head["digests"], "<u8").astype(np.uint64, copy=False),
+        table=ShardTable.from_shards([], []),
+        digests=np.zeros(0, np.uint64),
         values=unpack_values(head["values"]),
         objects=[text(name) for name in _list(head["objects"])],
-        is_part=head.get("is_part") is True,
-        covers=tuple(integer(rank) for rank in _list(head.get("covers", []))),
     )
     check_objects(m.objects)
     if "ranged" in head:
         m = replace(m, ranged=ranged_from(_map(head["ranged"]), objects=len(m.objects), others=m.values))
+    return m
+
+
+def _manifest_from(head: Any, *, rows: bool) -> Manifest:
+    """Return the manifest of a body, every field and row checked against the others; errors as `head_from`."""
+    m = replace(
+        head_from(head),
+        digests=np.frombuffer(head["digests"], "<u8").astype(np.uint64, copy=False),
+        is_part=head.get("is_part") is True,
+        covers=tuple(integer(rank) for rank in _list(head.get("covers", []))),
+        outline=_bytes(head.get("outline", b"")),
+        needs=tuple(integer(nbytes) for nbytes in _list(head.get("needs", []))),
+    )
+    if not rows:
+        return m
+    m = replace(m, table=table_from_columns(_map(msgpack.unpackb(head["table"]))))
     if "figures" in head:
         m = replace(m, figures=figures_from(_map(head["figures"]), len(m.table)))
     check_rows(m.table, objects=len(m.objects), digests=m.digests.size, is_slot=m.rank >= 0 and not m.objects)
     if m.rank < 0 and (gaps := cut_tensors_with_gaps(m.table)):
         raise ValueError(f"the boxes of {m.table.fqns[gaps[0]]!r} do not cover it ({len(gaps)} tensors with gaps)")
     return m
+
+
+def _bytes(value: Any) -> bytes:
+    if type(value) is not bytes:
+        raise TypeError(f"{type(value).__name__} where bytes are expected")
+    return value
 
 
 def _list(value: Any) -> list[Any]:

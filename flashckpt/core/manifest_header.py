@@ -7,6 +7,7 @@ itself, not what follows: whoever uses a checkpoint reads its MANIFEST whole and
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -18,7 +19,7 @@ from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, FormatVersionError
 
 MAGIC = b"FCKMANIF"
-MAJOR, MAJOR_WITH_RANGES = 1, 2
+MAJOR, MAJOR_WITH_RANGES, MAJOR_WITH_INDEXES = 1, 2, 3
 MINOR, MINOR_WITH_SUMMARY = 0, 1
 HEADER = struct.Struct("<8sHHIQQ")  # magic, major, minor, zero, body bytes, digest of the 24 bytes before and the body
 PREFIX = struct.Struct("<8sHHIQ")
@@ -60,8 +61,12 @@ def encode_manifest_header(summary: ManifestHeader) -> bytes:
     return _DIGEST.pack(digest(packed)) + packed
 
 
-def read_frame(raw: memoryview) -> tuple[int, int]:
+def read_frame(raw: memoryview, majors: Sequence[int] = (MAJOR, MAJOR_WITH_RANGES)) -> tuple[int, int]:
     """Return (bytes of the body, digest) that a manifest's frame names.
+
+    Args:
+        raw: Its first bytes.
+        majors: The versions that the caller reads.
 
     Raises:
         DamagedError: Not a manifest.
@@ -70,11 +75,11 @@ def read_frame(raw: memoryview) -> tuple[int, int]:
     if len(raw) < HEADER.size or raw[:8] != MAGIC:
         damaged(f"{len(raw)} bytes starting {bytes(raw[:8])!r}", f"at least {HEADER.size} bytes starting {MAGIC!r}")
     _, major, minor, _, body_bytes, expected = HEADER.unpack_from(raw)
-    if major not in (MAJOR, MAJOR_WITH_RANGES):
+    if major not in majors:
         raise FormatVersionError(
             "a manifest was written in a format this program does not read",
             found=f"format version {major}.{minor}",
-            expected=f"format version {MAJOR}.x or {MAJOR_WITH_RANGES}.x",
+            expected=f"format version {' or '.join(f'{one}.x' for one in majors)}",
             state="Nothing was restored.",
             remedy="use the flashckpt release that wrote it, or a newer one",
         )
@@ -93,7 +98,7 @@ def decode_manifest_header(start: Any, object_bytes: int) -> ManifestHeader | No
         FormatVersionError: Written by another major version.
     """
     raw = memoryview(start).cast("B")
-    body_bytes, _ = read_frame(raw)
+    body_bytes, _ = read_frame(raw, (MAJOR, MAJOR_WITH_RANGES, MAJOR_WITH_INDEXES))
     if object_bytes != HEADER.size + body_bytes:
         damaged(f"{object_bytes} bytes", f"{HEADER.size + body_bytes} bytes")
     unpacker = msgpack.Unpacker(strict_map_key=False)

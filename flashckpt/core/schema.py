@@ -65,16 +65,19 @@ def _check_boxes(table: ShardTable) -> None:
         raise ValueError(f"a box of {_name_at(table, outside)!r} is not inside its tensor")
     sizes = np.array([ITEMSIZE[name] for name in table.dtypes], np.int64)[table.dtype_id]
     for column, what in ((table.global_shape, "a tensor"), (table.lengths, "a box")):
-        with np.errstate(
-            over="ignore", invalid="ignore"
-        ):  # an infinite product is too large; infinite times 0 is 0 bytes
-            too_large = products(column, table, np.float64) * sizes >= _MOST_BYTES
-        if too_large.any():
-            raise ValueError(f"{what} of more bytes than there are")
+        check_sizes(products(column, table, np.float64), sizes, what)
     wrong = products(table.lengths, table) * sizes != table.nbytes
     if wrong.any():
         row = int(np.flatnonzero(wrong)[0])
         raise ValueError(f"a box of {table.fqn(row)!r} has another size than its {int(table.nbytes[row])} bytes")
+
+
+def check_sizes(counts: npt.NDArray[np.float64], sizes: Ints, what: str) -> None:
+    """Raise ValueError where so many elements of so many bytes are more than there can be."""
+    with np.errstate(over="ignore", invalid="ignore"):  # an infinite count is too large; infinite times 0 is 0 bytes
+        too_large = counts * sizes >= _MOST_BYTES
+    if too_large.any():
+        raise ValueError(f"{what} of more bytes than there are")
 
 
 def _check_ranges(objects: npt.NDArray[np.int32], starts: Ints, nbytes: Ints) -> None:

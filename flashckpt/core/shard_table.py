@@ -133,6 +133,13 @@ class ShardTable:
             columns["fqn_id"] = np.array([ids[fqn] for fqn in fqns], np.uint32)[self.fqn_id]
         return ShardTable(list(ids), self.dtypes, columns)
 
+    def in_order_of(self, fqns: list[str]) -> ShardTable:
+        """Return the same rows with `fqns`, which has all names, as the list of names."""
+        place = {name: number for number, name in enumerate(fqns)}
+        columns = {name: getattr(self, name) for name in (*_COLUMNS, *_DIMS)}
+        columns["fqn_id"] = np.array([place[name] for name in self.fqns], np.uint32)[self.fqn_id]
+        return ShardTable(fqns, self.dtypes, columns)
+
     def under(self, fqns: Sequence[str], rows: np.ndarray, *, are_distinct: bool = False) -> ShardTable:
         """Return rows of this table, each as often as it is named in `rows`, under the names `fqns`, one per row.
 
@@ -346,7 +353,7 @@ def table_from_columns(columns: dict[str, Any]) -> ShardTable:
     rows = columns["rows"]
     arrays = {name: np.frombuffer(columns[name], kind) for name, kind in _COLUMNS.items()}
     dims = {name: np.frombuffer(columns[name], "<i8") for name in _DIMS}
-    fqns, dtypes = (_names(columns[name], name) for name in ("fqns", "dtypes"))
+    fqns, dtypes = (distinct_names(columns[name], name) for name in ("fqns", "dtypes"))
     if type(rows) is not int or set(map(len, arrays.values())) != {rows}:
         raise ValueError("columns of different lengths")
     if set(map(len, dims.values())) != {int(arrays["ndim"].sum(dtype=np.int64))}:
@@ -358,7 +365,8 @@ def table_from_columns(columns: dict[str, Any]) -> ShardTable:
     return ShardTable(fqns, dtypes, arrays | dims)
 
 
-def _names(value: Any, what: str) -> list[str]:
+def distinct_names(value: Any, what: str) -> list[str]:
+    """Return a list of names; ValueError where it is none, or one is there twice."""
     if type(value) is not list or not {str}.issuperset(map(type, value)) or not _are_distinct(value):
         raise ValueError(f"{what} is not a list of names, each once")
     return value

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from flashckpt.core.manifest import Manifest, by_design
 from flashckpt.core.shard import split_owner
-from flashckpt.errors import TensorMismatchError
+from flashckpt.errors import FlashckptError, TensorMismatchError
 from flashckpt.planning.box_match import has_same_regions
 from flashckpt.planning.peer_index import PeerQuery
 from flashckpt.planning.read_plan import ReadPlan, plan_reads
@@ -148,6 +148,8 @@ def prepare(attempt: Attempt, sources: CandidateSources, *, exact: bool, named_b
         TensorMismatchError: A live tensor has another dtype or shape than the candidate's, or an optimizer other groups.
     """
     tracked = attempt.tracked
+    for source in sources.storage:
+        source.bring_both(tracked.aliases)
     manifests = [source.manifest for source in named_by]
     with attempt.phases("requirements"):
         names = SourceNames(manifests)
@@ -165,6 +167,7 @@ def prepare(attempt: Attempt, sources: CandidateSources, *, exact: bool, named_b
             lost = [PeerQuery(split_owner(n)[0], n, None) for n in sorted(in_values) if n not in known]
             required = replace(required, unnamed=(*required.unnamed, *lost))
     with attempt.phases("plan"):
+        sources = _brought(sources, required)
         tables = [source.manifest.table for source in sources.all]
         plan = plan_reads(required.wanted, tables, names=[source.name for source in sources.all])
     with attempt.phases("names"):
@@ -181,6 +184,18 @@ def prepare(attempt: Attempt, sources: CandidateSources, *, exact: bool, named_b
         only=only,
         comparison=comparison,
     )
+
+
+def _brought(sources: CandidateSources, required: Requirements) -> CandidateSources:
+    """Return the sources with the rows that are asked for; without a root that cannot be read, where memory may do without."""
+    try:
+        for source in sources.storage:
+            source.bring(required.wanted)
+    except (FlashckptError, OSError):
+        if not sources.memory and not sources.peers:
+            raise
+        return replace(sources, storage=())
+    return sources
 
 
 def _refuse_another_base(tracked: StateRegistry, values: Values) -> None:

@@ -24,6 +24,7 @@ from flashckpt.core.manifest import Manifest
 from flashckpt.core.manifest_header import HEADER
 from flashckpt.core.shard_table import columns_of, raw_bytes, table_from_columns
 from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.core.spread import Spread, is_spread
 from flashckpt.core.values import pack_values, ranged_from, unpack_values
 from flashckpt.errors import FlashckptError, NoCheckpointError
 from flashckpt.framing import frame, split
@@ -31,6 +32,7 @@ from flashckpt.logs import guarded
 from flashckpt.planning.selection import SlotLocation
 from flashckpt.restore.peers import PeerSource
 from flashckpt.restore.sources import MemorySource, Source, StorageSource
+from flashckpt.restore.spread_source import SpreadSource
 from flashckpt.restore.votes import Rejection, attempted
 from flashckpt.shm.segment import Pin, Segment
 from flashckpt.storage.store import Store
@@ -115,7 +117,7 @@ def share_manifest(
     checkpoint = Checkpoint(root, options, prefix, nbytes, b"", "", rejection)
     if not nbytes:
         return checkpoint
-    if nbytes < SHARED_FROM:
+    if nbytes < SHARED_FROM or is_spread(frame):
         return checkpoint._replace(manifest=collectives.bytes_from_rank_0(raw))
     mine = attempted(lambda: _shared(checkpoint, raw, frame, stack)) if reader.rank == reader.first else ""
     failed = mine if isinstance(mine, Rejection) else None
@@ -129,12 +131,14 @@ def _shared(checkpoint: Checkpoint, raw: bytes, frame: bytes, stack: contextlib.
         raw = raw or read_manifest_bytes(store, checkpoint.prefix)
         if raw[: len(frame)] != frame:
             raise NoCheckpointError(f"the MANIFEST of {checkpoint.prefix} is not the one that rank 0 has read")
-        fd = share(manifest_from(store.url, checkpoint.prefix, raw))
+        found = manifest_from(store.url, checkpoint.prefix, raw)
+        assert isinstance(found, Manifest), "one that names indexes goes to every rank"
+        fd = share(found)
     stack.callback(os.close, fd)
     return path_of(fd)
 
 
-def _manifest_of(checkpoint: Checkpoint, store: Store) -> Manifest:
+def _manifest_of(checkpoint: Checkpoint, store: Store) -> Manifest | Spread:
     if checkpoint.manifest:
         return manifest_from(store.url, checkpoint.prefix, checkpoint.manifest)
     try:
@@ -184,8 +188,11 @@ def open_storage(checkpoint: Checkpoint, owner: str, stack: contextlib.ExitStack
         raise NoCheckpointError(f"{reader} could not read MANIFEST of {checkpoint.prefix}")
     store = stack.enter_context(catalog.open_root(checkpoint.root, checkpoint.options))
     manifest = _manifest_of(checkpoint, store)
-    manifest = with_values(store, checkpoint.prefix, manifest, owner=owner)
-    source = StorageSource(store, manifest, checkpoint.prefix)
+    if isinstance(manifest, Spread):
+        source: StorageSource = SpreadSource(store, manifest, checkpoint.prefix, owner)
+    else:
+        manifest = with_values(store, checkpoint.prefix, manifest, owner=owner)
+        source = StorageSource(store, manifest, checkpoint.prefix)
     stack.callback(source.close)
     return source
 

@@ -10,7 +10,7 @@ import itertools
 import mmap
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -19,7 +19,7 @@ import numpy.typing as npt
 from flashckpt.checkpoint.compression import PackedObjects
 from flashckpt.core.digest import CHUNK_BYTES
 from flashckpt.core.manifest import Manifest
-from flashckpt.core.shard_table import chunk_counts, ranges
+from flashckpt.core.shard_table import ShardTable, chunk_counts, ranges
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError
 from flashckpt.native import copy_and_digest, digest_ranges
@@ -247,6 +247,12 @@ class StorageSource:
         self.meter = Meter()
         self.name = f"{prefix} (ranks {_ranks(manifest.writers)})"
         self._scratch = threading.local()
+
+    def bring(self, wanted: ShardTable | None) -> None:
+        """Know the rows that meet these boxes (None: all rows) before a plan is made: here all are known."""
+
+    def bring_both(self, aliases: Mapping[str, str]) -> None:
+        """Know all rows where two names of one live tensor are two tensors here: then their digests are compared."""
 
     def read(self, row: int, start: int, out: memoryview) -> None:
         """See Source: whole chunks are read straight into `out`, parts through a scratch buffer."""

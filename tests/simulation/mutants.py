@@ -164,7 +164,7 @@ MUTANTS = [
            'if not store.put_if_absent(f"{prefix}/{MANIFEST}", encoded):',
            'if store.put(f"{prefix}/{MANIFEST}", encoded):'),
     Mutant("packs are not looked at before the commit", f"{_C}/indexes.py",
-           "    check_packs(store, prefix, indexes, sizes)\n    return indexes", "    return indexes"),
+           "    check_packs(store, prefix, (one for index in indexes for one in needed_bytes(index)), there.sizes)\n", ""),
     Mutant("a claim of somebody else is ours", f"{_C}/generations.py",
            "return _read_claim(store, _claim_key(claim.number)).token == claim.token", "return True"),
     Mutant("a lost answer of a claim is a refusal", f"{_C}/generations.py",

@@ -24,17 +24,19 @@ from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.checkpoint.compression import Codec, Frame, PackedObjects, compressed_parts
 from flashckpt.checkpoint.generations import decode_claim, encode_claim
 from flashckpt.checkpoint.intents import decode_intent, decode_proposal, encode_intent, encode_proposal
+from flashckpt.checkpoint.merging import refuse_gaps
 from flashckpt.checkpoint.retention import encode_lease, leased_prefixes
-from flashckpt.checkpoint.writer import refuse_gaps
 from flashckpt.core import superblock
 from flashckpt.core.digest import chunk_digests, digest
 from flashckpt.core.intent import Intent, NodeProposal
 from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest import Manifest, ShardTable, cover, decode_manifest, encode_manifest, header_of, merge
 from flashckpt.core.manifest_header import HEAD_BYTES, decode_manifest_header, encode_manifest_header
+from flashckpt.core.outline import outline_of
 from flashckpt.core.records import seal
 from flashckpt.core.shard import Shard, place
 from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.core.spread import IndexEntry, Spread, decode_spread, encode_spread
 from flashckpt.core.superblock import SlotHeader, SlotState
 from flashckpt.core.values import concatenate, cut
 from flashckpt.daemon.persister.agreement import choose_proposal
@@ -139,6 +141,45 @@ def use_manifest(raw: bytes) -> None:
     elif not m.objects:
         packs = plan_packs(m.table, 1 << 62)
         index_manifest(m, packs, [f"p{n}" for n in range(len(packs))])
+
+
+def spread() -> bytes:
+    """A MANIFEST that names the index of two ranks, where the boxes of these tile each tensor."""
+    held = ranged()
+    parts = [manifest(0), replace(manifest(1), table=manifest(1).table.take(np.array([0, 2])))]
+    outline = replace(outline_of([(one.rank, one.table) for one in parts]), suspects=["w"], by_design=[])
+    head = replace(
+        held, rank=-1, covers=(), coordinates={}, table=ShardTable.from_shards([], []), digests=held.digests[:0]
+    )
+    return encode_spread(Spread(head=head, outline=outline, indexes=[IndexEntry.of(held)]))
+
+
+def spread_tree(raw: bytes) -> dict[str, Any]:
+    body = msgpack.unpackb(raw[32:])
+    outline = msgpack.unpackb(body["outline"])
+    outline["patterns"] = [[number, msgpack.unpackb(one)] for number, one in outline["patterns"]]
+    return {**body, "outline": outline}
+
+
+def spread_bytes(tree: Any) -> bytes:
+    if isinstance(tree, dict) and isinstance(tree.get("outline"), dict):
+        outline = dict(tree["outline"])
+        if isinstance(found := outline.get("patterns"), list):
+            outline["patterns"] = [
+                [one[0], msgpack.packb(one[1])] if isinstance(one, list) and len(one) == 2 else one for one in found
+            ]
+        tree = {**tree, "outline": msgpack.packb(outline)}
+    return sealed_manifest(b"FCKMANIF\3\0\0\0".ljust(32, b"\0") + msgpack.packb(tree))
+
+
+def use_spread(raw: bytes) -> None:
+    found = decode_spread(raw)
+    encode_manifest_header(found.header)
+    named = found.outline.without_boxes(found.outline.kinds)
+    assert [named.shard(row).fqn for row in range(len(named))] == list(found.outline.kinds)
+    wanted = ShardTable.stacked([named, manifest(0).table])
+    assert set(found.near(wanted)) <= set(found.indexes)
+    assert decode_spread(encode_spread(found)).identity == found.identity
 
 
 def use_summary(raw: bytes) -> None:
@@ -498,6 +539,9 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
         seeds=[encode_manifest(manifest(0)), encode_manifest(manifest(1, ("a.fck",))), encode_manifest(merged()),
                encode_manifest(ranged()), encode_manifest(merge([ranged()]))],
         decode=use_manifest, reseal=sealed_manifest, tree=(manifest_tree, manifest_bytes),
+    ),
+    "spread": lambda _: Target(
+        seeds=[spread()], decode=use_spread, reseal=sealed_manifest, tree=(spread_tree, spread_bytes)
     ),
     "summary": lambda _: Target(
         seeds=[encode_manifest(merged())], decode=use_summary, reseal=sealed_manifest, tree=(manifest_tree, manifest_bytes)

@@ -24,6 +24,7 @@ _LIMIT_GPUS = 10_000_000
 @click.option("--tp", type=int, help="Tensor-parallel ranks instead of the layout's.")
 @click.option("--pp", type=int, help="Pipeline stages instead of the layout's.")
 @click.option("--zero", type=click.Choice(["0", "1", "3"]), help="ZeRO stage instead of the layout's.")
+@click.option("--rows", type=click.IntRange(min=1), help="Tensors of a rank instead of the layout's.")
 @click.option("--mtbf", type=DURATION, default="50677h", help="Mean time between failures per GPU.")
 @click.option("--storage-share", type=SHARE, default="0.525", help="Failures that lose a node's memory.")
 @click.option("--from", "bench", type=click.Path(path_type=Path), multiple=True, help="JSON of `flashckpt bench`.")
@@ -95,6 +96,7 @@ def _request(options: dict[str, Any]) -> Any:
         step_s=options["step_time"] or 0.0,
         slots=options["slots"],
         keep_last=options["keep_last"],
+        rows=options["rows"],
     )
 
 

@@ -31,6 +31,11 @@ RANGED_FROM = 64
 """Ranks from which on the state of their generators is beside MANIFEST, an object per node."""
 RANK_BYTES, RANGED_BYTES, ROW_BYTES = 10_200, 150, 100
 """Bytes of MANIFEST per rank, with its generators and without, and per tensor of a rank."""
+INDEXED_FROM = 8 << 20
+"""Bytes of all indexes from which on MANIFEST of so many ranks names them in place of rows."""
+INDEXED_RANK_BYTES, INDEXED_ROW_BYTES, INDEXED_ROW_CPU_S = 80, 115, 0.12e-6
+"""Bytes of such a MANIFEST per rank and per tensor of one rank, seconds of a processor in its commit per tensor of all ranks
+(benchmarks/results/2026-11-26/scale-indexes.json)."""
 FENCE = 1
 """Requests that find out whether a newer generation has claimed the root: a listing, once the own claim was read back."""
 JOIN = 2 + 1
@@ -108,7 +113,9 @@ def coordination(
     agree_s = CARRIED_S + request_s * (FENCE + 1 + JOIN)
     turns = math.ceil(pages / min(parts, IN_FLIGHT)) + 3 + math.ceil(nodes / IN_FLIGHT)
     commit_s = max(request_s * turns, commit / requests_per_s)
-    commit_s += ranks * (COMMIT_CPU_S + ROW_CPU_S * rows)
+    names_indexes = is_ranged and ranks * rows * ROW_BYTES >= INDEXED_FROM
+    commit_s += ranks * (COMMIT_CPU_S + (INDEXED_ROW_CPU_S if names_indexes else ROW_CPU_S) * rows)
+    of_rows = ranks * ((RANGED_BYTES if is_ranged else RANK_BYTES) + ROW_BYTES * rows)
     retention = 2 * pages + 18
     total = decided + objects + _waiting(nodes, ranks, pages, commit_s) + commit + retention
     return Coordination(
@@ -119,7 +126,7 @@ def coordination(
         idle_requests_per_s=(2 * nodes + proposals - 1) / CARRIED_LOOK_S if nodes > 1 else 0.0,
         agree_s=max(agree_s, decided / requests_per_s) if nodes > 1 else 0.0,
         commit_s=commit_s,
-        manifest_bytes=ranks * ((RANGED_BYTES if is_ranged else RANK_BYTES) + ROW_BYTES * rows),
+        manifest_bytes=ranks * INDEXED_RANK_BYTES + rows * INDEXED_ROW_BYTES if names_indexes else of_rows,
         least_s=total / requests_per_s,
     )
 

@@ -49,7 +49,10 @@ class Rates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """What was asked: the job, its failures, and the times that no benchmark of storage can know."""
+    """What was asked: the job, its failures, and the times that no benchmark of storage can know.
+
+    `rows` are the tensors of a rank; None: those of the layout.
+    """
 
     layout: ModelLayout
     gpus: int
@@ -61,6 +64,7 @@ class PlanRequest:
     step_s: float = 0.0
     slots: int = 3
     keep_last: int = 3
+    rows: int | None = None
 
 
 def measured_rates(document: Mapping[str, Any], base: Rates) -> Rates:
@@ -134,7 +138,7 @@ def costs_of(request: PlanRequest, rates: Rates) -> tuple[Costs, dict[str, float
         relaunch_s=request.relaunch_s, replace_s=request.replace_s,
     )  # fmt: skip
     sizes: dict[str, float] = {
-        "rank_rows": len(rank_shards(layout, 0)),
+        "rank_rows": request.rows or len(rank_shards(layout, 0)),
         "parameters": layout.model.parameters,
         "checkpoint_bytes": layout.total_bytes,
         "rank_bytes": held,

@@ -47,7 +47,8 @@ def headline(plan: Mapping[str, Any]) -> list[str]:
         ),
         (
             f"  of it {show_s(plan['coordination']['agree_s'])} until the nodes agree and"
-            f" {show_s(plan['coordination']['commit_s'])} for the commit: {plan['coordination']['job_requests']:,} requests"
+            f" {show_s(plan['coordination']['commit_s'])} for the commit: {plan['coordination']['job_requests']:,} requests,"
+            f" MANIFEST of {show_bytes(plan['coordination']['manifest_bytes'])} for {plan['state']['rank_rows']:,} tensors per rank"
         ),
         f"  restart {show_s(costs['restart_memory_s'])} from memory, {show_s(costs['restart_storage_s'])} from storage",
         (

@@ -12,7 +12,7 @@ from support.memory_tier import FakeJob
 from support.s3_stub import s3_stub
 from support.slots import make_pin, shard
 
-from flashckpt.checkpoint import indexes
+from flashckpt.checkpoint import indexes, merging
 from flashckpt.checkpoint.catalog import list_checkpoints, newest_checkpoint, read_manifest
 from flashckpt.checkpoint.generations import claim_generation, read_generations
 from flashckpt.checkpoint.retention import Policy, leased_prefixes, prune
@@ -64,11 +64,15 @@ def assert_same(source: Store, target: Store, prefix: str) -> None:
 
 
 @pytest.mark.parametrize("compression", ["off", "zstd"])
-@pytest.mark.parametrize("ranges", [False, True], ids=["values", "values in ranges"])
+@pytest.mark.parametrize(
+    ("ranged_from", "spread_from"), [(64, 1), (1, 1 << 30), (1, 0)], ids=["values", "values in ranges", "indexes"]
+)
 def test_a_copy_is_the_same_checkpoint_and_the_newest_there(
-    source: Store, compression: str, *, ranges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Store, compression: str, ranged_from: int, spread_from: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(indexes, "RANGED_FROM", 1 if ranges else 64)
+    monkeypatch.setattr(indexes, "RANGED_FROM", ranged_from)
+    monkeypatch.setattr(merging, "SPREAD_BYTES", spread_from)
+    monkeypatch.setattr(merging, "ROWS_PER_PATTERN_ROW", 1)
     told: list[int] = []
     prefix, target = make(source, 20, compression=compression), open_store(tmp_path / "target")
     held: set[str] = set()
@@ -120,8 +124,12 @@ POINTS = [p for p in CRASH_POINTS if p.startswith("copy.")]
     + [f"{point}:{count}" for point in ("store.before-publish", "store.after-publish") for count in (1, 2, 3, 4, 5)],
 )
 def test_killed_anywhere_nothing_or_all_of_it_is_there_and_the_next_copy_ends_it(
-    source: Store, point: str, tmp_path: Path
+    source: Store, point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if point == "copy.after-index":  # of a checkpoint whose MANIFEST names them
+        monkeypatch.setattr(indexes, "RANGED_FROM", 1)
+        monkeypatch.setattr(merging, "SPREAD_BYTES", 0)
+        monkeypatch.setattr(merging, "ROWS_PER_PATTERN_ROW", 1)
     prefix = make(source, 20)
     target = open_store(tmp_path / "target")
     killed_at(point, lambda: copy_checkpoint(source, prefix, target))

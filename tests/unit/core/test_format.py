@@ -30,8 +30,10 @@ from flashckpt.core.intent import Intent, NodeProposal
 from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest import Manifest, ShardTable, cover, decode_manifest, encode_manifest, header_of, merge
 from flashckpt.core.manifest_header import HEAD_BYTES, decode_manifest_header
+from flashckpt.core.outline import encode_outline, outline_of
 from flashckpt.core.shard import Shard, place
 from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.core.spread import IndexEntry, Spread, decode_spread, encode_spread
 from flashckpt.core.superblock import SegmentSpec, SlotHeader, SlotState, Superblock
 from flashckpt.core.values import concatenate, cut
 from flashckpt.errors import DamagedError, FormatVersionError
@@ -46,6 +48,8 @@ V1_1 = V1.with_name("v1.1")
 """MANIFEST with a summary; everything else is as in 1.0."""
 V1_2 = V1.with_name("v1.2")
 """Records of the root are sealed; everything else is as in 1.1."""
+V1_3 = V1.with_name("v1.3")
+"""MANIFESTs that name indexes, and outlines in these; everything else is as in 1.2."""
 
 HEADERS = [
     SlotHeader(sequence=9, generation=3, step=120, state=SlotState.COMPLETE, world_size=2, rank=1, persist=True,
@@ -233,6 +237,58 @@ def test_manifests_with_ranges_are_read() -> None:
     raw = (V1_2 / "merged-with-ranges").read_bytes()
     assert raw[8:12] == bytes([2, 0, 1, 0]), "a program before 1.2 refuses it instead of restoring without its values"
     assert decode_manifest_header(raw[:HEAD_BYTES], len(raw)) == header_of(whole)
+
+
+def with_outlines() -> dict[str, bytes]:
+    """An index of two ranks as a large job has it, and the MANIFEST that names it."""
+    first, second = manifest(0, objects=("r00000.p0.fck",)), manifest(1, objects=("r00001.p0.fck",))
+    second = replace(second, table=second.table.take(np.array([0, 2])), digests=second.digests[:1])
+    parts, blobs, at = [], [], 0
+    for one in (first, second):
+        values, ranges, blob = cut(one.values, at)
+        parts.append((replace(one, values=values), ranges))
+        blobs.append(blob)
+        at += len(blob)
+    ranged = concatenate((ranges, 1) for _, ranges in parts)
+    whole = replace(parts[0][0], objects=[*first.objects, "r00000-00001.values.fck"], ranged=ranged)
+    outline = replace(outline_of([(0, first.table), (1, second.table)]), suspects=["w"], by_design=["step"])
+    index = replace(cover([whole, parts[1][0]]), outline=msgpack.packb(encode_outline(outline)), needs=(104, at, 32))
+    head = replace(index, rank=-1, covers=(), coordinates={}, digests=index.digests[:0], objects=[whole.objects[1]],
+                   table=ShardTable.from_shards([], []), ranged=concatenate((ranges, 0) for _, ranges in parts))  # fmt: skip
+    spread = Spread(head=head, outline=outline, indexes=[IndexEntry.of(index)])
+    return {"index-with-outline": encode_manifest(index), "manifest-of-indexes": encode_spread(spread)}
+
+
+@pytest.mark.parametrize("name", with_outlines())
+def test_manifests_that_name_indexes_are_written_as_they_always_were(name: str) -> None:
+    assert with_outlines()[name] == (V1_3 / name).read_bytes()
+
+
+def test_manifests_that_name_indexes_are_read_and_refused_by_earlier_releases() -> None:
+    index, raw = (
+        decode_manifest((V1_3 / "index-with-outline").read_bytes()),
+        (V1_3 / "manifest-of-indexes").read_bytes(),
+    )
+    spread = decode_spread(raw)
+    assert (index.covers, len(index.table), index.needs) == ((0, 1), 4, (104, 30, 32))
+    assert spread.indexes == [IndexEntry.of(index)]
+    assert (spread.head.values, spread.head.objects) == (index.values, ["r00000-00001.values.fck"])
+    assert spread.head.ranged.keys == ["rng@rank0", "rng@rank1"]
+    assert (spread.outline.fqns, spread.outline.suspects, spread.outline.by_design) == (
+        ["w", "step", "empty"],
+        ["w"],
+        ["step"],
+    )
+    assert decode_manifest_header(raw[:HEAD_BYTES], len(raw)) == spread.header
+    assert (spread.header.nbytes, spread.header.suspects) == (72, 1)
+    assert raw[8:12] == bytes([3, 0, 0, 0])
+    with pytest.raises(FormatVersionError, match="use the flashckpt release that wrote it, or a newer one"):
+        decode_manifest(raw)
+    body = msgpack.unpackb((V1_3 / "index-with-outline").read_bytes()[32:], strict_map_key=False)
+    assert (
+        msgpack.packb({k: v for k, v in body.items() if k not in ("outline", "needs")})
+        == encode_manifest(replace(index, outline=b""))[32:]
+    ), "a reader of 1.2 reads the index, and ignores the keys"
 
 
 def with_figures() -> dict[str, bytes]:

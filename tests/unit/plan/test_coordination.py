@@ -12,7 +12,7 @@ from support.persisting import job, persist_step, turn
 from support.requests import RequestStore
 from support.slots import make_pin, shard
 
-from flashckpt.checkpoint import indexes, intents, root_records
+from flashckpt.checkpoint import indexes, intents, merging, root_records
 from flashckpt.checkpoint.indexes import put_indexes
 from flashckpt.checkpoint.intents import Proposals, read_intents
 from flashckpt.checkpoint.retention import Policy, prune
@@ -152,6 +152,16 @@ def test_what_the_model_takes_from_the_product_is_what_the_product_does() -> Non
     assert ack_relay.LONGEST_S == model.CARRIED_S
     assert messaging.LONG_COMMIT_WRITERS == model.LONG_COMMIT_WRITERS
     assert indexes.RANGED_FROM == model.RANGED_FROM
+    assert merging.SPREAD_BYTES == model.INDEXED_FROM
+
+
+def test_manifest_of_a_large_job_grows_with_its_ranks_or_with_their_tensors_and_not_with_both() -> None:
+    def bytes_of(ranks: int, rows: int) -> float:
+        made = coordination(ranks=ranks, nodes=ranks // 8, checkpoint_bytes=1e9, rows=rows, request_s=0.02)
+        return made.manifest_bytes
+
+    assert bytes_of(16, 2000) > 10 * bytes_of(16, 100), "a row for each box"
+    assert bytes_of(16384, 2000) < bytes_of(16384, 100) + bytes_of(1024, 2000) < 5e6
 
 
 def test_a_node_alone_has_nobody_to_agree_with() -> None:
@@ -231,5 +241,5 @@ def test_walls_are_named_with_the_size_at_which_they_begin() -> None:
     ]
     found = {one["wall"]: one["gpus"] for one in walls(sizes)}
     assert list(found.values()) == [16384, None, None, 16384, None]
-    larger = AtSize(gpus=1 << 20, costs=costs(1 << 20, 1 << 17), persist_s=20, wanted_s=600)
+    larger = AtSize(gpus=1 << 22, costs=costs(1 << 22, 1 << 19), persist_s=20, wanted_s=600)
     assert [begins(larger) for begins in model.WALLS.values()] == [False, True, True, True, True]

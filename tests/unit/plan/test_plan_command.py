@@ -48,6 +48,13 @@ def test_goodput_of_the_plan_is_that_of_its_parts() -> None:
     assert made["goodput"] + made["stall"] + made["recompute"] + made["restart"] == pytest.approx(1)
 
 
+def test_tensors_of_a_rank_are_the_layouts_or_those_that_are_given() -> None:
+    own, given = document(*BASE), document(*BASE, "--rows", "20")
+    assert own["state"]["rank_rows"] > given["state"]["rank_rows"] == 20
+    assert own["coordination"]["commit_s"] > given["coordination"]["commit_s"]
+    assert "for 20 tensors per rank" in run(*BASE, "--rows", "20").output
+
+
 def test_needs_follow_from_the_layout() -> None:
     made = document(*BASE, "--keep-last", "2", "--slots", "2")
     assert made["layout"]["dp"] == 64
@@ -187,5 +194,5 @@ def test_no_interval_of_the_plan_is_shorter_than_the_requests_of_a_persist_take(
 
 def test_walls_are_part_of_the_advice() -> None:
     result = run(*BASE)
-    assert "MANIFEST is larger than 150 MB: from 16,384 GPUs on" in result.output
+    assert "MANIFEST is larger than 150 MB: at no size up to 131,072 GPUs" in result.output
     assert "until the nodes agree" in result.output

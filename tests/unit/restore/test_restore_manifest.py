@@ -15,12 +15,13 @@ from support.ranks import run_ranks, values, wait_for
 from support.slots import make_pin, shard
 
 from flashckpt import Checkpointer
-from flashckpt.checkpoint import catalog, indexes
+from flashckpt.checkpoint import catalog, indexes, merging
 from flashckpt.checkpoint.catalog import read_manifest
 from flashckpt.checkpoint.root_records import MANIFEST
 from flashckpt.checkpoint.writer import commit, persist_slot
 from flashckpt.core.manifest import encode_manifest, merge
 from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.core.spread import is_spread
 from flashckpt.core.values import concatenate, cut
 from flashckpt.errors import DamagedError, FlashckptError
 from flashckpt.restore import candidate_sources
@@ -174,6 +175,47 @@ def test_manifest_that_is_shared_comes_back_as_it_was() -> None:
         assert not again.table.nbytes.flags.owndata
         assert not again.digests.flags.owndata
         assert again.table.byte_offset.flags.aligned
+
+
+@pytest.fixture
+def _spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let MANIFEST name its indexes, as in a large job; the ranks are forked from here."""
+    monkeypatch.setattr(indexes, "RANGED_FROM", 1)
+    monkeypatch.setattr(merging, "SPREAD_BYTES", 0)
+    monkeypatch.setattr(merging, "ROWS_PER_PATTERN_ROW", 1)
+
+
+@pytest.mark.usefixtures("_spread")
+@pytest.mark.parametrize("world", [3, 2], ids=["the same world", "a smaller one"])
+def test_state_comes_back_from_the_indexes_that_manifest_names(tmp_path: Path, world: int) -> None:
+    root = tmp_path / "root"
+    first = values(run_ranks(trained, 3, str(root), 3))
+    assert commit_all(root, 3)[-1] == 3
+    assert is_spread((min(root.glob("step-000000003.*")) / MANIFEST).read_bytes())
+    shutil.rmtree(JobDirectory.open("t", create=False).path)
+    resumed = values(run_ranks(trained, world, str(root), 3))
+    for one, before in zip(resumed, first, strict=False):
+        assert one["found"]["digest"] == before["digest"]
+        assert (one["found"]["step"], one["found"]["tiers"]) == (3, ["storage"])
+        assert one["found"]["same"] == (world == 3)
+    assert [len(one["manifests"]) for one in resumed] == [1, 0, 0][:world]
+
+
+@pytest.mark.usefixtures("_spread")
+@pytest.mark.parametrize("memory", [False, True], ids=["storage", "memory"])
+def test_where_an_index_that_manifest_names_is_gone_memory_or_the_older_checkpoint_takes_its_place(
+    tmp_path: Path, memory: bool
+) -> None:
+    root = tmp_path / "root"
+    values(run_ranks(trained, 2, str(root), 3))
+    assert commit_all(root, 2)[-2:] == [2, 3]
+    (min(root.glob("step-000000003.*")) / "r00001.idx").unlink()
+    if not memory:
+        shutil.rmtree(JobDirectory.open("t", create=False).path)
+    for one in values(run_ranks(trained, 2, str(root), 0)):
+        assert one["found"]["step"] == (3 if memory else 2)
+        assert one["found"]["tiers"] == (["memory"] if memory else ["storage"])
+        assert memory or "r00001.idx" in one["found"]["passed"][0]
 
 
 @pytest.mark.parametrize("memory", [False, True], ids=["storage", "memory"])
