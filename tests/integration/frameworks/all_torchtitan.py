@@ -95,12 +95,8 @@ def steps_on_storage(folder: Path) -> list[int]:
 def test_sharded_run_that_is_killed_goes_on_from_memory_and_on_one_rank_as_asked(folder: Path) -> None:
     """FSDP 2, a worker for the loader, and a validation at the very step that is restored."""
     whole, killed = folder / "fsdp-whole", folder / "fsdp-killed"
-    validation = {"freq": 3, "steps": 2, "dataloader.dataset": "c4_test"}
-    validation["dataloader.dataset-path"] = folder / "assets/texts"
-    words = [word for name, value in validation.items() for word in (f"--validator.{name}", value)]
-    words += ["--validator.enable", "--dataloader.num-workers", 1]
-    run(whole, 2, "--steps", 9, *words)
-    output = run(killed, 2, "--steps", 9, *words, "--kill-at", 8)
+    run(whole, 2, "--steps", 9, "--validate")
+    output = run(killed, 2, "--steps", 9, "--validate", "--kill-at", 8)
     assert "restored step 6 " in output, output
     assert " from memory in " in output, output
     for rank in range(2):
