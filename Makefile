@@ -98,7 +98,7 @@ test-loaders: $(LOADERS)/.ready  ## loaders of Grain, torchdata, mosaicml, litda
 exactness: $(LOADERS)/.ready  ## the same, and write the table in docs/data.md (CASES="part of a name" for some)
 	PYTHONPATH=tests:. $(LOADERS)/bin/python -m integration.loaders.table $(CASES)
 
-# What torchtitan will be: its newest source, and its last release. Each in an environment of its own on top of the others.
+# What torchtitan will be: its newest source, and its last release. Each in a separate venv on top of the others.
 TORCHTITAN ?= git+https://github.com/pytorch/torchtitan torchtitan
 TITAN := .venv-torchtitan
 test-torchtitan-next: $(FRAMEWORKS)/.ready $(LOADERS)/.ready  ## the newest source and the last release of torchtitan: may fail, to be looked at (TORCHTITAN="...")

@@ -105,7 +105,7 @@ class FlashCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # to
         _refuse_replicas(others)
         self._config, self._trainer = config, states.get(TRAIN_STATE)
         self.folder = filesystem.join(base_folder, config.folder)
-        self.keep_latest_k = 0  # of its own folder; the Checkpointer keeps its own
+        self.keep_latest_k = 0  # in that folder; the Checkpointer keeps what it writes
         self._storage = _storage()
         self._own_parts = {
             "dataloader": dataloader,
