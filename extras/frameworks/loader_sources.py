@@ -74,16 +74,18 @@ class WithIterators:
     has_epochs = False
 
     def __init__(self, source: Any) -> None:
-        self._source, self._iterator = source, None
+        self._source = source
+        self._iterator: Any = None
 
     def begin(self, state: Any, epoch: int) -> Iterator[Any]:
         """Return a new iterator, given the state."""
         _set_epoch(self._source, epoch)
-        self._iterator = iterator = iter(self._source)
+        iterator: Iterator[Any] = iter(self._source)
+        self._iterator = iterator
         if not _has_get_state(iterator):
             raise _refused(self._source, "neither it nor its iterator has any state")
         if state is not None:
-            iterator.set_state(state)
+            self._iterator.set_state(state)
         return iterator
 
     def state(self) -> Any:
@@ -138,8 +140,8 @@ def _set_epoch(source: Any, epoch: int) -> None:
     """Tell an epoch to what orders samples by it: a stream of `datasets`, a sampler."""
     for part in (source, getattr(source, "sampler", None), getattr(source, "dataset", None)):
         is_order = part is not getattr(source, "dataset", None) or type(part).__module__.startswith("datasets.")
-        if is_order and callable(getattr(part, "set_epoch", None)):
-            part.set_epoch(epoch)
+        if is_order and callable(tell := getattr(part, "set_epoch", None)):
+            tell(epoch)
 
 
 def _refused(thing: Any, why: str, otherwise: str = "") -> ConfigError:

@@ -273,7 +273,7 @@ def _without_pickle(loader: Any) -> Any:
     """Return what has the loader's own state: torchtitan's ParallelAwareDataloader wraps a pickle around it."""
     definer = next((kind for kind in type(loader).__mro__ if "state_dict" in vars(kind)), None)
     is_wrapped = definer is not None and definer.__name__ == "ParallelAwareDataloader"
-    return super(definer, loader) if is_wrapped else loader  # type: ignore[arg-type]  # it is one of its classes
+    return super(definer, loader) if is_wrapped else loader
 
 
 def _storage() -> SimpleNamespace:

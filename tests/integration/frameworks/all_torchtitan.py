@@ -22,6 +22,7 @@ from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.storage.factory import open_store
 
 NEEDED = ("torchtitan", "tokenizers", "datasets", "tyro", "spmd_types")
+NEXT = importlib.util.find_spec("torchtitan") and importlib.util.find_spec("torchtitan.components.data")
 pytestmark = [
     pytest.mark.skipif(
         any(importlib.util.find_spec(name) is None for name in NEEDED), reason="needs torchtitan (make test-frameworks)"
@@ -114,6 +115,10 @@ def test_sharded_run_that_is_killed_goes_on_from_memory_and_on_one_rank_as_asked
     assert sorted(lines(whole)) == [10, 11]
 
 
+@pytest.mark.skipif(
+    bool(NEXT),
+    reason="torchtitan's source after 0.3 cuts no plain attention by tensor parallelism, and CPUs have no other",
+)
 def test_run_continues_in_other_layouts_with_the_losses_of_one_rank(folder: Path) -> None:
     """One rank, from its step 4 in TP 2, killed in a second attempt, and from there in PP 2, killed too."""
     home = folder / "layouts"

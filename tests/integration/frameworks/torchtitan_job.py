@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -118,12 +119,14 @@ def observed(loop, given):
     return run
 
 
-def of_the_data(given, texts):
+def of_the_data(given, texts) -> dict[str, Any]:
     """Rows of 64 tokens, two in a batch; with --validate a worker of the loader too, where it has any."""
-    validate = {"validator.enable": None, "validator.freq": 3, "validator.steps": 2} if given.validate else {}
+    validate: dict[str, Any] = (
+        {"validator.enable": None, "validator.freq": 3, "validator.steps": 2} if given.validate else {}
+    )
     if has_grain():
         return {"training.num-tokens-per-microbatch-per-dp-rank": 128, "training.max-context-length": 64} | validate
-    if given.validate:
+    if validate:
         validate |= {"validator.dataloader.dataset": "c4_test", "validator.dataloader.dataset-path": texts}
         validate["dataloader.num-workers"] = 1
     return {"training.local-batch-size": 2, "training.seq-len": 64, "dataloader.dataset-path": texts} | validate

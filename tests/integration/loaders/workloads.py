@@ -161,7 +161,7 @@ def grain_loader(place):
 def _Named():
     import grain
 
-    class Named(grain.transforms.Map):
+    class Named(grain.transforms.Map):  # type: ignore[misc]  # Grain is not there when types are checked
         def map(self, element):
             return {"id": element}
 

@@ -102,7 +102,7 @@ class Forever(Ordered):
 
 def shuffled() -> Any:
     generator = torch.Generator().manual_seed(3)
-    return StatefulDataLoader(range(2 * BATCHES), batch_size=2, shuffle=True, generator=generator)  # type: ignore[arg-type]
+    return StatefulDataLoader(range(2 * BATCHES), batch_size=2, shuffle=True, generator=generator)
 
 
 SOURCES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
