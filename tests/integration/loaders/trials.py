@@ -16,7 +16,7 @@ STEPS_OF_EPOCH = SAMPLES // GLOBAL_BATCH
 STEPS = EPOCHS * STEPS_OF_EPOCH
 KILLED = (3, 6, STEPS_OF_EPOCH, STEPS_OF_EPOCH + 1)
 """Twice in an epoch, after its last step, and after the first one of the next."""
-_ERROR = re.compile(r"\b(?P<kind>\w+Error): (?P<problem>[^\n]+)")
+_REFUSAL = re.compile(r"\b(?:SamplerState|Config)Error: (?P<problem>[^\n]+)")
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
 
@@ -85,7 +85,7 @@ class Trials:
 
     def _verdict(self, found: Run, whole: Run, *, is_equal: bool) -> Verdict:
         for run in (found, whole):
-            error = _ERROR.search(run.output)
+            error = _REFUSAL.search(run.output)
             if run.code and error is None:
                 return Verdict(f"ended with {run.code}", run.output[-3000:])
             if run.code and error is not None:
