@@ -89,6 +89,10 @@ class BatchReader:
                 batch = self._over_an_end()
         except StopIteration:
             raise _ended(self._name, place) from None
+        except FlashckptError:
+            raise
+        except Exception as error:
+            raise _not_taken(self._name, error) from error
         rng.restore(generators)
         return batch
 
@@ -120,13 +124,8 @@ class BatchReader:
 
     def _first_of(self, state: bytes) -> Any:
         """Give the library its state back; some look at it only when the first batch is asked for."""
-        try:
-            self._iterator = self._source.begin(unpacked(state), self.epoch)
-            first = next(self._iterator)
-        except Exception as error:
-            if isinstance(error, (StopIteration, FlashckptError)) or may_pass(error):
-                raise
-            raise _not_taken(self._name, error) from error
+        self._iterator = self._source.begin(unpacked(state), self.epoch)
+        first = next(self._iterator)
         self._begin_at = b""
         return first
 

@@ -282,7 +282,9 @@ WORKLOADS = {
             workers=(),
             promised=_OTHER_RANKS_REFUSED,
         ),
-        Workload(name="Grain `DataLoader`", make=grain_loader, needs=("grain",), promised=_ALIKE),
+        Workload(
+            name="Grain `DataLoader`", make=grain_loader, needs=("grain",), workers=(), promised=_OTHER_RANKS_REFUSED
+        ),
         Workload(
             name="torchdata `StatefulDataLoader`",
             make=torchdata_map,
@@ -302,24 +304,11 @@ WORKLOADS = {
             name="`datasets` stream", make=hf_stream, needs=("datasets",), workers=(), promised=_OTHER_RANKS_REFUSED
         ),
         Workload(
-            name="`datasets` stream in `StatefulDataLoader`",
-            make=hf_in_loader,
-            needs=("datasets", "torchdata"),
-            promised=_ALIKE,
-        ),
-        Workload(
             name="`datasets` stream, shuffle buffer, `replay=True`",
             make=hf_buffer,
             needs=("datasets",),
             workers=(),
             promised=_OTHER_RANKS_REFUSED,
-        ),
-        Workload(
-            name="`datasets` stream, shuffle buffer",
-            make=hf_buffer_bare,
-            needs=("datasets",),
-            workers=(),
-            promised=_ALL_REFUSED,
         ),
         Workload(name="WebDataset stream, `replay=True`", make=webdataset, needs=("webdataset",), promised=_ALIKE),
         Workload(name="stream without state, `replay=True`", make=plain, workers=(), promised=_OTHER_RANKS_REFUSED),
