@@ -227,18 +227,8 @@ def hf_stream(place):
     return exact(_stream(place).batch(place.batch))
 
 
-def hf_in_loader(place):
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    return exact(StatefulDataLoader(_stream(place), batch_size=place.batch, num_workers=place.workers))
-
-
 def hf_buffer(place):
     return exact(_stream(place).shuffle(seed=3, buffer_size=16).batch(place.batch), replay=True)
-
-
-def hf_buffer_bare(place):
-    return exact(_stream(place).shuffle(seed=3, buffer_size=16).batch(place.batch))
 
 
 def tars(place):
