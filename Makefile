@@ -11,7 +11,7 @@ export OPENBLAS_NUM_THREADS ?= 1
 # The tests start hundreds of interpreters: each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: fuzz soak help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-trainer test-layouts test-nodes test-metrics test-mounts test-nfs test-hdfs test-restarts docs changelog hooks test-pythons test-blocks test-frameworks test-others test-hub test-wandb compatibility test-slurm test-torch-versions test-native-sanitized test-native-arm test-poisoned test-device gpu gpu-wheels wheels test-wheel test-sdist test-lowest test-programs size simulate mutants race figures torn
+.PHONY: fuzz soak help setup preflight demo test test-s3 test-clouds bench-all check clean test-launcher test-trainer test-layouts test-nodes test-metrics test-mounts test-nfs test-hdfs test-restarts docs changelog hooks test-pythons test-blocks test-frameworks test-torchtitan-next test-loaders exactness test-others test-hub test-wandb compatibility test-slurm test-torch-versions test-native-sanitized test-native-arm test-poisoned test-device gpu gpu-wheels wheels test-wheel test-sdist test-lowest test-programs size simulate mutants race figures torn
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -82,6 +82,30 @@ FRAMEWORK_TESTS := $(addprefix tests/integration/frameworks/all_,$(addsuffix .py
     tests/integration/dcp/upstream_e2e.py tests/integration/programs/test_recipes.py tests/integration/layouts/layouts_float8.py
 test-frameworks: $(FRAMEWORKS)/.ready  ## optimizers, modules, dtypes, wrappers, other projects: restored exactly or refused in time; the trainer's float8
 	$(FRAMEWORKS)/bin/python -m pytest $(SHARED) --workers $(WORKERS) $(FRAMEWORK_TESTS)
+
+# The same for libraries that load data.
+LOADERS := .venv-loaders
+LOADERS_PINS := tests/integration/loaders/requirements.txt
+$(LOADERS)/.ready: $(LOADERS_PINS) $(VENV)/.ready
+	test -d $(LOADERS) || $(PYTHON) -m venv $(LOADERS)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c $(PURELIB))')" > $$($(LOADERS)/bin/python -c $(PURELIB))/base.pth
+	for pin in $$(grep -v "^#" $(LOADERS_PINS)); do timeout 120 $(LOADERS)/bin/pip $(PATIENCE) install --quiet --no-deps $$pin || echo "$$pin does not install: its cases will be skipped"; done
+	touch $@
+
+test-loaders: $(LOADERS)/.ready  ## loaders of Grain, torchdata, mosaicml, litdata, WebDataset, datasets: exact after kills, or refused
+	$(LOADERS)/bin/python -m pytest $(SHARED) --workers $(WORKERS) tests/integration/loaders/all_loaders.py
+
+exactness: $(LOADERS)/.ready  ## the same, and write the table in docs/data.md (CASES="part of a name" for some)
+	PYTHONPATH=tests:. $(LOADERS)/bin/python -m integration.loaders.table $(CASES)
+
+# What torchtitan will be: its newest source, and its last release. Each in a separate venv on top of the others.
+TORCHTITAN ?= git+https://github.com/pytorch/torchtitan torchtitan
+TITAN := .venv-torchtitan
+test-torchtitan-next: $(FRAMEWORKS)/.ready $(LOADERS)/.ready  ## the newest source and the last release of torchtitan: may fail, to be looked at (TORCHTITAN="...")
+	set -e; for one in $(TORCHTITAN); do rm -rf $(TITAN); $(PYTHON) -m venv $(TITAN); \
+	for base in $(VENV) $(FRAMEWORKS) $(LOADERS); do echo "import site; site.addsitedir('$$($$base/bin/python -c $(PURELIB))')"; done > $$($(TITAN)/bin/python -c $(PURELIB))/base.pth; \
+	$(TITAN)/bin/pip install --quiet --no-deps --ignore-installed "$$one"; \
+	$(TITAN)/bin/python -m pytest --workers $(WORKERS) tests/integration/frameworks/all_torchtitan.py; done
 
 test-hub: $(FRAMEWORKS)/.ready  ## models from and to Hugging Face folders: transformers gives the same logits, in one process and in 2x2x2; any tokenizer.json
 	$(FRAMEWORKS)/bin/python -m pytest $(SHARED) tests/integration/hub/hub.py tests/unit/trainer/test_trainer_prepare.py tests/unit/trainer/test_trainer_sources.py tests/unit/trainer/test_trainer_evaluation.py
@@ -299,4 +323,4 @@ size: setup  ## lines, modules, imports, calls and words of the product in one t
 	$(BIN)/python tools/size.py $(COMMIT)
 
 clean:  ## remove .venv and everything that was generated
-	rm -rf $(VENV) .venv-clouds .venv-frameworks .venv-others .venv-lowest .venv-wandb .venv-versions .race .gpu-wheels .hadoop-jars build dist *.egg-info out
+	rm -rf $(VENV) .venv-clouds .venv-frameworks .venv-loaders .venv-torchtitan .venv-others .venv-lowest .venv-wandb .venv-versions .race .gpu-wheels .hadoop-jars build dist *.egg-info out

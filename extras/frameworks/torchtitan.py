@@ -2,8 +2,8 @@
 
     config.checkpoint = FlashCheckpointManager.Config(root="s3://bucket/run7", interval=500, snapshot_every=5)
 
-in a function of a config registry, where torchtitan has `CheckpointManager.Config`. Needs torchtitan 0.3. Every step
-goes to a Checkpointer; torchtitan's own manager still reads and writes what is not a checkpoint of the run: initial
+in a function of a config registry, where torchtitan has `CheckpointManager.Config`. Needs torchtitan 0.3 or later, with
+loaders of torchdata or of Grain: what is there is found by what it has, not by a version. Every step goes to a Checkpointer; torchtitan's own manager still reads and writes what is not a checkpoint of the run: initial
 weights, and those for Hugging Face at the end.
 """
 
@@ -13,13 +13,12 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 import torch.distributed as dist
 import tyro
-from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtitan.components.checkpointer import TRAIN_STATE, BaseCheckpointManager, CheckpointManager
-from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.tools import filesystem
 
 from flashckpt import Checkpointer
@@ -105,7 +104,9 @@ class FlashCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # to
             return
         _refuse_replicas(others)
         self._config, self._trainer = config, states.get(TRAIN_STATE)
-        self._folder = filesystem.join(base_folder, config.folder)
+        self.folder = filesystem.join(base_folder, config.folder)
+        self.keep_latest_k = 0  # in that folder; the Checkpointer keeps what it writes
+        self._storage = _storage()
         self._own_parts = {
             "dataloader": dataloader,
             "model_parts": model_parts,
@@ -179,7 +180,7 @@ class FlashCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # to
     def _load_initial(self) -> bool:
         """Let torchtitan's own manager load what a new run starts from, if there is anything."""
         config = self._config
-        if not (config.initial_load_path or config.initial_load_in_hf or filesystem.isdir(self._folder)):
+        if not (config.initial_load_path or config.initial_load_in_hf or self._storage.isdir(self.folder)):
             return False
         own = self._own_manager()
         try:
@@ -248,9 +249,7 @@ class _Position:
     restored_stage = "running"
 
     def __init__(self, loader: Any, ranks: int) -> None:
-        self._loader, self._ranks = loader, ranks
-        # its own wraps a pickle around the state
-        self._is_plain = getattr(type(loader), "state_dict", None) is ParallelAwareDataloader.state_dict
+        self._loader, self._own, self._ranks = loader, _without_pickle(loader), ranks
         self.flashckpt_progress = 0
 
     @property
@@ -263,16 +262,25 @@ class _Position:
         self.flashckpt_progress += 1
 
     def state_dict(self) -> dict[str, Any]:
-        state = StatefulDataLoader.state_dict(self._loader) if self._is_plain else self._loader.state_dict()
-        return {"ranks": self._ranks, "loader": state}
+        return {"ranks": self._ranks, "loader": self._own.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        if state_dict["ranks"] != self._ranks:
-            return
-        if self._is_plain:
-            StatefulDataLoader.load_state_dict(self._loader, state_dict["loader"])
-        else:
-            self._loader.load_state_dict(state_dict["loader"])
+        if state_dict["ranks"] == self._ranks:
+            self._own.load_state_dict(state_dict["loader"])
+
+
+def _without_pickle(loader: Any) -> Any:
+    """Return what has the loader's own state: torchtitan's ParallelAwareDataloader wraps a pickle around it."""
+    definer = next((kind for kind in type(loader).__mro__ if "state_dict" in vars(kind)), None)
+    is_wrapped = definer is not None and definer.__name__ == "ParallelAwareDataloader"
+    return super(definer, loader) if is_wrapped else loader
+
+
+def _storage() -> SimpleNamespace:
+    """Return what torchtitan's managers ask of paths, its `CheckpointStorage`."""
+    return SimpleNamespace(
+        isdir=filesystem.isdir, isfile=filesystem.isfile, listdir=filesystem.listdir, remove=filesystem.rmtree
+    )
 
 
 def _mesh_of(trainer: Any) -> Any:

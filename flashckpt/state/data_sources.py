@@ -5,6 +5,7 @@ Kinds of other libraries are known by their names, so that none of them is impor
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -15,6 +16,13 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 _OF_NUMBERS = ("SequentialSampler", "DistributedSampler", "SeedableRandomSampler", "_InfiniteConstantSampler")
 """Samplers whose order follows from numbers that the program gives them: the epoch, a seed."""
+_OTHERS = (
+    ("grain", "DatasetIterator"),
+    ("grain", "DataLoaderIterator"),
+    ("litdata", "StreamingDataLoader"),
+    ("streaming", "StreamingDataLoader"),
+)
+"""Loaders of other libraries that keep their own state."""
 PAGE = "docs/data.md, which data source is exact"
 
 
@@ -34,6 +42,10 @@ class Continuation:
 ELASTIC = Continuation(words="exact on any number of ranks")
 LOADER = Continuation(words="exact on the same number of ranks; with ElasticSampler as its sampler on any")
 NODES = Continuation(words="exact on the same number of ranks")
+OTHER_LOADER = Continuation(
+    words="exact on the same ranks and loader workers, as far as its library is; in flashckpt.integrations.loaders.ExactLoader "
+    "each restore proves it"
+)
 OWN_STATE = Continuation(
     words="exact on the same ranks and loader workers, if load_state_dict() of the data set continues at the next sample"
 )
@@ -59,10 +71,12 @@ def continuation_of(thing: Any) -> Continuation | None:
     if _is(thing, "torchdata.stateful_dataloader", "StatefulDataLoader"):
         return _of_loader(thing)
     if _is(thing, "torchdata.nodes", "Loader"):
-        found = [LOADER if _keeps_state(part) else _read_again(part) for part in _leaves(thing.root)]
+        found = [LOADER if keeps_state(part) else _read_again(part) for part in _leaves(thing.root)]
         return NODES if all(one.is_exact for one in found) else ORDER_AGAIN
     if _is(thing, "datasets", "IterableDataset"):
         return SHUFFLED_STREAM if _has_buffer(thing) else STREAM
+    if any(_is(thing, package, name) for package, name in _OTHERS):
+        return OTHER_LOADER
     return None
 
 
@@ -72,13 +86,13 @@ def _of_loader(loader: Any) -> Continuation:
         return _of_order(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
     if _is(data, "datasets", "IterableDataset") and _has_buffer(data):
         return SHUFFLED_STREAM
-    return OWN_STATE if _keeps_state(data) else READ_AGAIN
+    return OWN_STATE if keeps_state(data) else READ_AGAIN
 
 
 def _of_order(order: Any) -> Continuation:
     """Return how a loader continues whose samples are ordered so: by a state that is recorded, or read again up to the place."""
     inner = getattr(order, "sampler", None)
-    if _keeps_state(order) or _is(order, "torchdata", "RandomSampler"):
+    if keeps_state(order) or _is(order, "torchdata", "RandomSampler"):
         return LOADER
     if _is(order, "torchdata", "BatchSampler"):  # its iterator keeps its own state, and that of the sampler's
         return _of_order(inner)
@@ -135,7 +149,7 @@ def _members(thing: Any) -> list[Any]:
 
 
 def _sources_in(thing: Any) -> list[Any]:
-    parts = [thing, *(part for part in _members(thing) if isinstance(part, DataLoader) or _keeps_state(part))]
+    parts = [thing, *(part for part in _members(thing) if isinstance(part, DataLoader) or keeps_state(part))]
     return [part for part in parts if _is_source(part)]
 
 
@@ -148,15 +162,21 @@ def _is_source(thing: Any) -> bool:
 
 def refusal_of(thing: Any) -> tuple[str, str] | None:
     """Return (what was expected, what to do) for a source of data that has no state to track; None for anything else."""
+    again = "ExactLoader(loader, replay=True) of flashckpt.integrations.loaders reads an epoch again up to the place"
+    if asks_for_more(thing):
+        return (
+            "a loader that counts what it hands out: this state_dict() asks for that count",
+            "iterate over it in its library's loader, such as StreamingDataLoader, and track that",
+        )
     if isinstance(thing, DataLoader):
         return (
             "a sampler that keeps a position, or a loader that does",
-            "give the loader an ElasticSampler and track that, or track torchdata's StatefulDataLoader",
+            f"give the loader an ElasticSampler and track that, or track torchdata's StatefulDataLoader; or {again}",
         )
     if isinstance(thing, IterableDataset) or _is(thing, "webdataset", "DataPipeline"):
-        return (
-            "a data set with state_dict() and load_state_dict()",
-            "write both (what was read so far, and how to continue there), or use one that is indexed, with an ElasticSampler",
+        return "a data set with state_dict() and load_state_dict()", (
+            "write both (what was read so far, and how to continue there), or use one that is indexed (WebDataset's wids), "
+            f"with an ElasticSampler; or {again}"
         )
     return None
 
@@ -176,8 +196,46 @@ def remedy_for(thing: Any) -> str:
     )
 
 
-def _keeps_state(data: Any) -> bool:
+def keeps_state(data: Any) -> bool:
+    """Whether it has a state to ask for, and takes it."""
     return callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))
+
+
+def asks_for_more(thing: Any) -> bool:
+    """Whether its `state_dict()` needs arguments, as those of streaming data sets do: how much was read."""
+    try:
+        parameters = inspect.signature(thing.state_dict).parameters.values()
+    except (AttributeError, TypeError, ValueError):
+        return False
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return any(one.default is one.empty and one.kind in kinds for one in parameters)
+
+
+class OfGetState:
+    """An object with `get_state()` and `set_state()`, as Grain's iterators and torch's generators are.
+
+    Args:
+        thing: The object.
+    """
+
+    flashckpt_is_of_users = True
+
+    def __init__(self, thing: Any) -> None:
+        self._thing = thing
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return its state."""
+        return {"state": self._thing.get_state()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Give it its state."""
+        self._thing.set_state(state_dict["state"])
+
+
+def with_state_dict(thing: Any) -> Any:
+    """Return an object with `state_dict()`: around one that has `get_state()` and `set_state()`; any other as it is."""
+    has_other = callable(getattr(thing, "get_state", None)) and callable(getattr(thing, "set_state", None))
+    return OfGetState(thing) if has_other and not keeps_state(thing) and not isinstance(thing, type) else thing
 
 
 def _has_buffer(stream: Any) -> bool:

@@ -14,11 +14,14 @@ from flashckpt.core.values import RESERVED
 from flashckpt.errors import ConfigError, UnsupportedStateError
 from flashckpt.state import exclusion, modules, optimizer_state, samplers, value_reader
 from flashckpt.state.data_sources import (
+    asks_for_more,
     begins_when_read,
     fetches_when_read,
+    keeps_state,
     may_be_read_first,
     refusal_of,
     remedy_for,
+    with_state_dict,
 )
 from flashckpt.state.exclusion import Exclusion
 from flashckpt.state.module_tensors import ModuleTensors, are_global, collect, may_share
@@ -109,7 +112,7 @@ class StateRegistry:
                 expected="a separate name for every tracked object",
                 remedy="track it under another name",
             )
-        thing = unwrapped(thing)
+        thing = with_state_dict(unwrapped(thing))
         is_list = isinstance(thing, (list, tuple)) or (isinstance(thing, nn.ModuleList) and are_global(list(thing)))
         parts = list(thing) if is_list else [thing]
         if parts and all(isinstance(p, nn.Module) for p in parts):
@@ -126,7 +129,7 @@ class StateRegistry:
         elif isinstance(thing, (list, tuple)):
             for i, part in enumerate(parts):
                 self.add(f"{name}-{i}", part, fenced=fenced)
-        elif callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None)):
+        elif keeps_state(thing) and not asks_for_more(thing):
             samplers.refuse_second(name, thing, self.objects)
             refuse_deep(name, *parts)
             self.objects[name] = thing

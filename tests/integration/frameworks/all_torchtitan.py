@@ -22,6 +22,7 @@ from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.storage.factory import open_store
 
 NEEDED = ("torchtitan", "tokenizers", "datasets", "tyro", "spmd_types")
+NEXT = importlib.util.find_spec("torchtitan") and importlib.util.find_spec("torchtitan.components.data")
 pytestmark = [
     pytest.mark.skipif(
         any(importlib.util.find_spec(name) is None for name in NEEDED), reason="needs torchtitan (make test-frameworks)"
@@ -95,12 +96,8 @@ def steps_on_storage(folder: Path) -> list[int]:
 def test_sharded_run_that_is_killed_goes_on_from_memory_and_on_one_rank_as_asked(folder: Path) -> None:
     """FSDP 2, a worker for the loader, and a validation at the very step that is restored."""
     whole, killed = folder / "fsdp-whole", folder / "fsdp-killed"
-    validation = {"freq": 3, "steps": 2, "dataloader.dataset": "c4_test"}
-    validation["dataloader.dataset-path"] = folder / "assets/texts"
-    words = [word for name, value in validation.items() for word in (f"--validator.{name}", value)]
-    words += ["--validator.enable", "--dataloader.num-workers", 1]
-    run(whole, 2, "--steps", 9, *words)
-    output = run(killed, 2, "--steps", 9, *words, "--kill-at", 8)
+    run(whole, 2, "--steps", 9, "--validate")
+    output = run(killed, 2, "--steps", 9, "--validate", "--kill-at", 8)
     assert "restored step 6 " in output, output
     assert " from memory in " in output, output
     for rank in range(2):
@@ -118,6 +115,10 @@ def test_sharded_run_that_is_killed_goes_on_from_memory_and_on_one_rank_as_asked
     assert sorted(lines(whole)) == [10, 11]
 
 
+@pytest.mark.skipif(
+    bool(NEXT),
+    reason="torchtitan's source after 0.3 cuts no plain attention by tensor parallelism, and CPUs have no other",
+)
 def test_run_continues_in_other_layouts_with_the_losses_of_one_rank(folder: Path) -> None:
     """One rank, from its step 4 in TP 2, killed in a second attempt, and from there in PP 2, killed too."""
     home = folder / "layouts"

@@ -1,18 +1,21 @@
 """torchtitan's own program with its debug model, that says of each step its loss, and what was loaded and what it ended with.
 
-torchtitan_job.py FOLDER [--kill-at STEP] [--steps N] [--registry NAME] [options of torchtitan]
+torchtitan_job.py FOLDER [--kill-at STEP] [--steps N] [--registry NAME] [--validate] [options of torchtitan]
 FOLDER/../assets has a tokenizer and texts. The first start dies at STEP, on its last rank. NAME is a function of this file.
+With loaders of torchdata as in torchtitan 0.3, and with those of Grain that came after it.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -21,24 +24,47 @@ from integration.frameworks import torchtitan_cpu
 
 STEPS = 12
 """Of the schedule of the learning rate, also where a run ends earlier."""
+TEXTS = "TORCHTITAN_JOB_TEXTS"
+"""Variable with the folder of the texts, for what torchtitan imports as a registry."""
+
+
+def debug_model():
+    """torchtitan's, that reads our texts."""
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+    config = llama3_debugmodel()
+    if has_grain():
+        config.dataloader.dataset = config.validator.dataloader.dataset = grain_texts()
+    return config
+
+
+def has_grain():
+    return importlib.util.find_spec("torchtitan.components.data") is not None
+
+
+def grain_texts():
+    from torchtitan.components.data import ConcatThenSplitPackingConfig, IndexedJsonlSource, SingleDatasetConfig
+    from torchtitan.hf_datasets.text_datasets import TextProcessor
+
+    source = IndexedJsonlSource.Config(patterns=(f"{os.environ[TEXTS]}/*.jsonl",))
+    rows = SingleDatasetConfig(
+        source=source, processor=TextProcessor.Config(), post_filters=(lambda row: row is not None,)
+    )
+    return ConcatThenSplitPackingConfig(dataset=rows)
 
 
 def flash():
     """What a user writes into a registry."""
-    from torchtitan.models.llama3.config_registry import llama3_debugmodel
-
     from flashckpt.integrations.torchtitan import FlashCheckpointManager
 
-    config = llama3_debugmodel()
+    config = debug_model()
     config.checkpoint = FlashCheckpointManager.Config(snapshot_every=2, interval=4)
     return config
 
 
 def plain():
     """With torchtitan's own manager."""
-    from torchtitan.models.llama3.config_registry import llama3_debugmodel
-
-    config = llama3_debugmodel()
+    config = debug_model()
     config.checkpoint.enable, config.checkpoint.interval = True, 4
     return config
 
@@ -93,12 +119,26 @@ def observed(loop, given):
     return run
 
 
+def of_the_data(given, texts) -> dict[str, Any]:
+    """Rows of 64 tokens, two in a batch; with --validate a worker of the loader too, where it has any."""
+    validate: dict[str, Any] = (
+        {"validator.enable": None, "validator.freq": 3, "validator.steps": 2} if given.validate else {}
+    )
+    if has_grain():
+        return {"training.num-tokens-per-microbatch-per-dp-rank": 128, "training.max-context-length": 64} | validate
+    if validate:
+        validate |= {"validator.dataloader.dataset": "c4_test", "validator.dataloader.dataset-path": texts}
+        validate["dataloader.num-workers"] = 1
+    return {"training.local-batch-size": 2, "training.seq-len": 64, "dataloader.dataset-path": texts} | validate
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kill-at", type=int, default=0)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--registry", default="flash")
+    parser.add_argument("--validate", action="store_true")
     given, rest = parser.parse_known_args()
     torchtitan_cpu.prepare()
     from torchtitan import train
@@ -106,22 +146,20 @@ def main():
 
     Trainer.train = observed(Trainer.train, given)
     assets = given.folder.parent / "assets"
+    os.environ[TEXTS] = str(assets / "texts")
     options = {
         "module": "integration.frameworks.torchtitan_job",
         "config": given.registry,
         "hf-assets-path": assets,
         "dump-folder": given.folder,
-        "dataloader.dataset-path": assets / "texts",
         "training.steps": given.steps,
         "lr-scheduler.total-steps": STEPS,
         "training.disable-cuda-graphs": None,
         "training.mixed-precision-param": "float32",
-        "training.local-batch-size": 2,
-        "training.seq-len": 64,
         "parallelism.spmd-backend": "partial_dtensor",
         "parallelism.pipeline-parallel-schedule": "1F1B",
         "debug.seed": 7,
-    }
+    } | of_the_data(given, assets / "texts")
     words = [word for name, value in options.items() for word in (f"--{name}", value) if word is not None]
     sys.argv[1:] = [*map(str, words), *rest, "activation-checkpoint:none"]
     train.main()

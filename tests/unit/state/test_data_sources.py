@@ -35,6 +35,7 @@ from flashckpt.state.data_sources import (
     LOADER,
     NODES,
     ORDER_AGAIN,
+    OTHER_LOADER,
     OWN_STATE,
     READ_AGAIN,
     SHUFFLED_STREAM,
@@ -81,6 +82,29 @@ class Foreign:
 
 def foreign(package: str, name: str, *, base: type = object, **members: Any) -> Any:
     return type(name, (Foreign,) if base is object else (Foreign, base), {"__module__": package, **members})()
+
+
+class ReadByAnother(Stream):
+    """Says where it is to who knows how much was read, as the data sets of mosaicml and litdata."""
+
+    def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue there."""
+
+
+class Position:
+    """An iterator of Grain, by its name and methods."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def get_state(self) -> int:
+        return self.at
+
+    def set_state(self, state: int) -> None:
+        self.at = state
 
 
 class Shuffled(Sampler[int]):
@@ -168,6 +192,10 @@ SOURCES: dict[str, tuple[Callable[[], Any], Continuation | None]] = {
         SHUFFLED_STREAM,
     ),
     "stream of other datasets": (lambda: foreign("datasets.iterable_dataset", "IterableDataset"), SHUFFLED_STREAM),
+    "iterator of Grain": (lambda: foreign("grain._src.python.dataset.dataset", "DatasetIterator"), OTHER_LOADER),
+    "loader of Grain": (lambda: foreign("grain._src.python.data_loader", "DataLoaderIterator"), OTHER_LOADER),
+    "loader of mosaicml": (lambda: foreign("streaming.base.dataloader", "StreamingDataLoader"), OTHER_LOADER),
+    "loader of litdata": (lambda: foreign("litdata.streaming.dataloader", "StreamingDataLoader"), OTHER_LOADER),
     "of a package with a like name": (lambda: foreign("datasets_of_mine", "IterableDataset"), None),
     "object": (Foreign, None),
     "module": (lambda: torch.nn.Linear(2, 2), None),
@@ -207,14 +235,26 @@ def test_track_says_once_how_it_continues(
     [
         (DataLoader(DATA), "give the loader an ElasticSampler"),
         (WebStream(), "write both"),
+        (ReadByAnother(), "iterate over it in its library's loader"),
         (object(), "leave out what the program makes alike"),
     ],
-    ids=["loader", "stream", "anything"],
+    ids=["loader", "stream", "stream that asks", "anything"],
 )
 def test_a_source_without_state_is_refused_with_what_to_use(thing: Any, remedy: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot track 'data'") as caught:
         Checkpointer(str(tmp_path / "root")).track(data=thing)
     assert caught.value.remedy.startswith(remedy)
+
+
+def test_an_object_with_get_state_is_tracked_as_one_with_state_dict(tmp_path: Path) -> None:
+    for thing in (Position(), torch.Generator().manual_seed(3)):
+        Checkpointer(str(tmp_path / "root")).track(data=thing)
+        wrapped = data_sources.with_state_dict(thing)
+        before = wrapped.state_dict()
+        torch.rand(3, generator=thing) if isinstance(thing, torch.Generator) else thing.set_state(7)
+        wrapped.load_state_dict(before)
+        assert str(wrapped.state_dict()) == str(before)
+    assert data_sources.with_state_dict(Foreign) is Foreign
 
 
 def test_the_page_that_it_names_is_there() -> None:
