@@ -221,6 +221,10 @@ def _trainer(words: list[str]) -> None:
         at = words.index("--profile")
         assert profile_range(words[at + 1], 1000)
         words = words[:at] + words[at + 2 :]
+    if "--profile-phases" in words:
+        at = words.index("--profile-phases")
+        assert int(words[at + 1])
+        words = words[:at] + words[at + 2 :]
     if words[:1] == ["hub"]:
         from flashckpt.trainer.hub.command import group
 
