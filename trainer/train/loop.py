@@ -334,6 +334,7 @@ class Trainer:
         average = None if self.average is None else self.average.modules
         state = {"optimizer": self.optimizers, "sampler": self.data.sampler, "run": self.record, "guard": self.guard}
         self.ckpt = checkpointer(self.config, self.parallel, self.outer, **state, ema=average)
+        self.data.keep(self.ckpt.keep_samples)
         self.fences.begin()
         self.hooks.attach(self.ckpt)
         try:
