@@ -36,6 +36,7 @@ USAGE = """Usage: python -m flashckpt.trainer [--config FILE.toml] [--section.ke
   Text to tokens, as [[data.sources]] say:
 
     python -m flashckpt.trainer data prepare --config FILE.toml
+    python -m flashckpt.trainer data duplicates --config FILE.toml [--near]
 
   What a model says, from a checkpoint, a folder, or the memory of a job (generate --help):
 
@@ -55,7 +56,8 @@ Options:
   --check                train 3 steps in this layout and 3 in one process, compare, and end; where
                          transformers is installed, compare the logits with its as well
   --evaluate             score the newest checkpoint of the run, or init.from, without training, and end;
-                         --step N (or N.gM) scores that checkpoint of the run
+                         --step N (or N.gM) scores that checkpoint of the run; with --checkpoint.root alone
+                         model and tokenizer are those of the root, and only sets and probes are scored
   --profile FROM:TO      write a trace and the memory of steps FROM to TO - 1 to log.folder/profile, per rank
   --profile-phases N     measure N steps as they are, and N in which all ranks meet at the end of each phase;
                          print minimum, median and maximum over ranks, and what compute does not hide
@@ -107,8 +109,8 @@ def _run(words: list[str]) -> int:
             "--profile would have no effect: nothing is trained", found=f"--profile {asked or phases}", expected="a run alone",
             state="Nothing was started.",
         )  # fmt: skip
-    if config.init.from_:
-        config = entry_points.load(entry_points.EXTRAS, "hub-model")(config)
+    if config.init.from_ or evaluate_only:
+        config = entry_points.load(entry_points.EXTRAS, "hub-model")(config, is_evaluated=evaluate_only, step=step)
     if show:
         _say(to_toml(without_secrets(config)))
         return 0
