@@ -1,6 +1,6 @@
 """The last samples that loaders prepared, in shared memory: a restart has its next batches without preparing them again.
 
-Each sample is a file of its own beside the segments, named by its index: another layout deals the same samples to other
+Each sample is a separate file beside the segments, named by its index: another layout deals the same samples to other
 ranks. Loader workers write it where they have prepared it, so that training waits for nothing, and what was ready but not
 yet trained is there as well. It is a cache: what is missing, damaged, cut short or too old is prepared as usual.
 """
@@ -253,8 +253,8 @@ class _Known(NamedTuple):
 
 def _generators() -> Any:
     """Return the state of the default generators."""
-    _, words, *rest = np.random.get_state()  # noqa: NPY002 -- the global one is what data sets draw from
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), words.tobytes(), rest  # type: ignore[union-attr]
+    words: Any = np.random.get_state()  # noqa: NPY002 -- the global one is what data sets draw from
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), words[1].tobytes(), words[2:]
 
 
 def _number(key: Any) -> int:

@@ -26,7 +26,7 @@ def sample_bytes(sample: Any) -> bytes:
 
 
 def sample_of(raw: Any) -> Any:
-    """Return the sample in `raw`, in memory of its own; ValueError, TypeError, KeyError or RecursionError where it is none."""
+    """Return the sample in `raw`, in new memory; ValueError, TypeError, KeyError or RecursionError where it is none."""
     return msgpack.unpackb(raw, strict_map_key=False, ext_hook=_unpacked)
 
 
@@ -44,8 +44,8 @@ def _packed(value: Any) -> msgpack.ExtType:
         and value.dtype.kind in _NUMBERS
         and (value.flags.c_contiguous or value.flags.f_contiguous)
     ):
-        order = "C" if value.flags.c_contiguous else "F"
-        parts = [value.dtype.str, list(value.shape), order, value.tobytes(order)]
+        is_c = value.flags.c_contiguous
+        parts = [value.dtype.str, list(value.shape), "C" if is_c else "F", value.tobytes("C" if is_c else "F")]
         return msgpack.ExtType(_ARRAY, msgpack.packb(parts))
     if isinstance(value, np.generic) and value.dtype.kind in _NUMBERS:
         return msgpack.ExtType(_SCALAR, msgpack.packb([value.dtype.str, value.tobytes()]))

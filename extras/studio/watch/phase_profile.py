@@ -1,4 +1,4 @@
-"""`--profile-phases N`: where the time of a step goes on each rank, and what of it compute does not hide."""
+"""`--profile-phases N`: what takes the time of a step on each rank, and what of it compute does not hide."""
 
 from __future__ import annotations
 
