@@ -1,9 +1,9 @@
 """From the kill of a rank to the end of the next step, where a sample takes long to prepare: with kept samples, and without.
 
-    python benchmarks/first_batch.py [--rounds 5] [--ranks 2] [--batch 10] [--workers 4] [--sample-ms 200] [--json FILE]
+    python benchmarks/first_batch.py [--rounds 5] [--ranks 2] [--batch 10] [--workers 4] [--sample-ms 200] [--step-ms 600] [--json FILE]
 
-dlrun trains a small model whose loader waits so many milliseconds for each sample; rank 0 is killed in the middle of a run,
-several times, in turns of both kinds. `restart` is from the kill until the restored rank asks for its first batch, `batch` until
+dlrun trains a small model whose loader waits so many milliseconds for each sample; a step takes `--step-ms`, as a device would,
+so that the loader is ahead. Rank 0 is killed in the middle of a run, several times. `restart` is from the kill until the restored rank asks for its first batch, `batch` until
 it has it, `step` until the step is done. Then all are killed and one rank alone continues: `resized` is from its question for
 the first batch until its step is done. A digest of the first steps says that both kinds trained the same samples.
 """
@@ -45,7 +45,7 @@ class Slow:
         return torch.full((256,), index / 1e5), index
 
 
-def rank(folder: Path, kind: str, batch: int, workers: int, seconds: float) -> None:
+def rank(folder: Path, kind: str, batch: int, workers: int, seconds: float, step_s: float) -> None:
     """Train until killed; one line for each step."""
     import torch
     import torch.distributed as dist
@@ -73,9 +73,10 @@ def rank(folder: Path, kind: str, batch: int, workers: int, seconds: float) -> N
     step = report.step if report else 0
     asked, batches = time.time(), iter(loader)
     with (folder / f"rank{number}").open("a") as file:
-        while True:
+        while not ckpt.should_stop:
             rows, ids = next(batches)
             got = time.time()
+            time.sleep(step_s)
             optimizer.zero_grad()
             loss: Any = model(rows).square().mean()
             loss.backward()
@@ -97,6 +98,7 @@ def rank(folder: Path, kind: str, batch: int, workers: int, seconds: float) -> N
             file.write(json.dumps(line) + "\n")
             file.flush()
             asked = time.time()
+    ckpt.close()
 
 
 def lines(folder: Path, number: int = 0) -> list[dict[str, Any]]:
@@ -126,7 +128,7 @@ def launch(folder: Path, kind: str, ranks: int, words: list[str]) -> subprocess.
 
 def kills(folder: Path, kind: str, options: argparse.Namespace) -> dict[str, list[float]]:
     """Kill rank 0 so many times, then all of them; return seconds by name."""
-    words = [str(options.batch), str(options.workers), str(options.sample_ms / 1e3)]
+    words = [str(options.batch), str(options.workers), str(options.sample_ms / 1e3), str(options.step_ms / 1e3)]
     job = launch(folder, kind, options.ranks, words)
     found: dict[str, list[float]] = {name: [] for name in ("steady", "restart", "batch", "step", "resized")}
     goal, pid = STEPS_BEFORE, 0
@@ -172,8 +174,8 @@ def order(folder: Path, ranks: int) -> str:
 
 def main() -> None:
     if sys.argv[1:2] == ["--rank"]:
-        place, which, batch, workers, seconds = sys.argv[2:]
-        rank(Path(place), which, int(batch), int(workers), float(seconds))
+        place, which, batch, workers, seconds, step_s = sys.argv[2:]
+        rank(Path(place), which, int(batch), int(workers), float(seconds), float(step_s))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
@@ -181,6 +183,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=10)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--sample-ms", type=float, default=200.0)
+    parser.add_argument("--step-ms", type=float, default=600.0)
     parser.add_argument("--json")
     options = parser.parse_args()
     rows: dict[str, Any] = {}
