@@ -82,7 +82,9 @@ def test_the_commands_say_channels_epochs_and_duplicates(tmp_path: Path, capfd: 
     assert command.main(["data", "prepare", *words]) == 0
     said = capfd.readouterr().out
     tokens = sum(len(text.encode()) + 1 for text in ENGLISH[:3])
-    assert f"  en: 3 documents, {tokens} tokens, 0 held out; {320 / tokens:.3g} epochs in 10 steps\n" in said
+    assert (
+        f"  en: 3 documents, {tokens / 1e3:.1f} k tokens, 0 held out; {320 / tokens:.3g} epochs in 10 steps\n" in said
+    )
     assert command.main(["data", "duplicates", *words]) == 0
     said = capfd.readouterr().out
     assert "en: 3 documents, duplicates: 1 exact (33.3%), 0 near (0.0%)\n  exact: " in said
