@@ -97,6 +97,7 @@ CRASH_POINTS: dict[str, str] = {
     "after-commit.before-report": "an export or a copy beside training is there, the persister has not heard of it",
     "removal.renamed": "a checkpoint in a folder has a temporary name, nothing of it deleted",
     "examples.before-link": "the example durable under a temporary name",
+    "sample.before-rename": "a sample of a loader in memory under a temporary name, not under its own",
     # trainer: preparing the corpus
     "corpus.before-index": "all token files written, index.json not written",
     "prepare.before-tokenizer": "a tokenizer trained, under its temporary name",

@@ -17,7 +17,7 @@ from flashckpt.trainer.parallel.float8_layers import refuse_without_torchao
 from flashckpt.trainer.parallel.groups import refuse_check
 from flashckpt.trainer.train.nonfatal import nonfatal_streams
 from flashckpt.trainer.train.phases import check_layouts, phases_of
-from flashckpt.trainer.train.profile_range import ProfileRange, profile_range
+from flashckpt.trainer.train.profile_range import Profiled, phase_steps, profile_range
 from flashckpt.trainer.train.report_once import report_once
 from flashckpt.trainer.train.terminal import terminal_of
 
@@ -36,6 +36,7 @@ USAGE = """Usage: python -m flashckpt.trainer [--config FILE.toml] [--section.ke
   Text to tokens, as [[data.sources]] say:
 
     python -m flashckpt.trainer data prepare --config FILE.toml
+    python -m flashckpt.trainer data duplicates --config FILE.toml [--near]
 
   What a model says, from a checkpoint, a folder, or the memory of a job (generate --help):
 
@@ -55,15 +56,18 @@ Options:
   --check                train 3 steps in this layout and 3 in one process, compare, and end; where
                          transformers is installed, compare the logits with its as well
   --evaluate             score the newest checkpoint of the run, or init.from, without training, and end;
-                         --step N (or N.gM) scores that checkpoint of the run
+                         --step N (or N.gM) scores that checkpoint of the run; with --checkpoint.root alone
+                         model and tokenizer are those of the root, and only sets and probes are scored
   --profile FROM:TO      write a trace and the memory of steps FROM to TO - 1 to log.folder/profile, per rank
+  --profile-phases N     measure N steps as they are, and N in which all ranks meet at the end of each phase;
+                         print minimum, median and maximum over ranks, and what compute does not hide
   --print-config         print the resolved run as TOML without credentials, and end
   --dry-run --world N    build the run as N ranks that do not exist, print bytes per rank, and end; with
                          --json, --ranks-per-node N (8), and --device-memory GIB, --node-memory GIB to compare with
   --help                 this text
 
 Exit codes: 0 done, 75 stopped on request with state kept (start again to continue), 10 configuration,
-  11 layout, 12 data, 13 checkpoint root, 14 shared memory; others: docs/trainer.md.
+  11 layout, 12 data, 13 checkpoint root, 14 shared memory; others: docs/launching.md.
 """
 
 
@@ -94,19 +98,19 @@ def _run(words: list[str]) -> int:
     if evaluate_only := take_flag(words, "--evaluate"):
         words += ["--eval.every", "1"]  # [eval] has an effect
     step = take_value(words, "--step") if evaluate_only else None
-    asked = take_value(words, "--profile")
+    asked, phases = take_value(words, "--profile"), take_value(words, "--profile-phases")
     config = read_config(take_value(words, "--config"), words)
     if step is not None and not config.checkpoint.root:
         raise ConfigError("--step names a checkpoint of no run", found=f"--step {step}", expected="checkpoint.root")
     trains = not (check_only or evaluate_only or show or dry is not None)
-    profiled = profile_range(asked, config.train.steps)
-    if profiled is not None and not trains:
+    profiled = Profiled(steps=profile_range(asked, config.train.steps), phases=phase_steps(phases, config.train.steps))
+    if profiled and not trains:
         raise ConfigError(
-            "--profile would have no effect: nothing is trained", found=f"--profile {asked}", expected="a run alone",
+            "--profile would have no effect: nothing is trained", found=f"--profile {asked or phases}", expected="a run alone",
             state="Nothing was started.",
         )  # fmt: skip
-    if config.init.from_:
-        config = entry_points.load(entry_points.EXTRAS, "hub-model")(config)
+    if config.init.from_ or evaluate_only:
+        config = entry_points.load(entry_points.EXTRAS, "hub-model")(config, is_evaluated=evaluate_only, step=step)
     if show:
         _say(to_toml(without_secrets(config)))
         return 0
@@ -152,7 +156,7 @@ def _data(words: list[str]) -> int:
     return data(words, path)
 
 
-def _train(config: RunConfig, profiled: ProfileRange | None) -> int:
+def _train(config: RunConfig, profiled: Profiled) -> int:
     from flashckpt.trainer.train.loop import train
 
     code = train(config, profiled)

@@ -349,6 +349,20 @@ class Checkpointer:
         """
         self._alive().phases(seconds)
 
+    def keep_samples(self, dataset: Any, *, mib: int = 256) -> Any:
+        """Return `dataset` for `DataLoader(ckpt.keep_samples(dataset), ...)`: a restart on this node need not prepare the last samples again.
+
+        Those that take a millisecond or more are kept, for any number of ranks, whatever batches are made of them.
+
+        Args:
+            dataset: A map-style data set, in `SeededSamples` too; the sampler gets `dataset` itself.
+            mib: Of shared memory per rank: room for the steps between two snapshots, and for what workers prepare ahead.
+        """
+        from flashckpt.session.kept_samples import KeptSamples
+
+        began_ns = time.time_ns() - (time.monotonic_ns() - self._entered_ns)
+        return KeptSamples(dataset, lambda: self._session, began_ns=began_ns, most_bytes=mib << 20)
+
     def heartbeat(self) -> None:
         """Report progress of this rank other than steps."""
         self._alive().heartbeat()

@@ -221,6 +221,10 @@ def _trainer(words: list[str]) -> None:
         at = words.index("--profile")
         assert profile_range(words[at + 1], 1000)
         words = words[:at] + words[at + 2 :]
+    if "--profile-phases" in words:
+        at = words.index("--profile-phases")
+        assert int(words[at + 1])
+        words = words[:at] + words[at + 2 :]
     if words[:1] == ["hub"]:
         from flashckpt.trainer.hub.command import group
 
@@ -233,9 +237,9 @@ def _trainer(words: list[str]) -> None:
         return
 
     if words[:1] == ["data"]:
-        assert words[1:2] == ["prepare"], words
+        assert words[1:2] in (["prepare"], ["duplicates"]), words
         words = words[2:]
-    words = [word for word in words if word not in {"--check", "--evaluate", "--print-config", "--help"}]
+    words = [word for word in words if word not in {"--check", "--evaluate", "--print-config", "--help", "--near"}]
     take_options(words)
     config = None
     if words[:1] == ["--config"]:

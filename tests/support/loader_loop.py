@@ -11,6 +11,8 @@ import os
 import random
 import signal
 import sys
+import traceback
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,20 +48,25 @@ class Options:
     length: int = 22
     kill_at: int = 0
     started_seed: int = 0
+    kept: bool = False
+    prepared: str = ""
 
 
 class Augmented(Dataset[torch.Tensor]):
     """Numbers that change at random, by all three default generators."""
 
-    def __init__(self, length: int, *, augment: bool) -> None:
+    def __init__(self, length: int, *, augment: bool, prepared: str = "") -> None:
         self.values = torch.linspace(-1, 1, length * 6).reshape(length, 6)
-        self.augment = augment
+        self.augment, self.prepared = augment, prepared
 
     def __len__(self) -> int:
         return len(self.values)
 
     def __getitem__(self, index: int) -> torch.Tensor:
         value = self.values[index]
+        if self.prepared:
+            with Path(self.prepared).open("a") as file:
+                file.write(f"{index}\n")
         if self.augment:
             value = value + torch.rand(6) * random.random() + float(np.random.rand())  # noqa: NPY002 -- as transforms do
         return value
@@ -83,6 +90,7 @@ class Program:
                 parameter.fill_(0.1 + 0.05 * number)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.7)
+        self.ckpt = Checkpointer(root, snapshot_every=1, persist_every=10_000, job=Path(root).name)
         self.sampler, self.loader = self.data(options.length)
         tracked: dict[str, Any] = {} if options.stateful == "alone" else {"sampler": self.sampler}
         if options.second:
@@ -90,14 +98,13 @@ class Program:
             tracked["other"] = self.other
         if options.stateful:
             tracked["loader"] = self.loader
-        self.ckpt = Checkpointer(root, snapshot_every=1, persist_every=10_000, job=Path(root).name)
         self.ckpt.track(model=self.model, optimizer=self.optimizer, scheduler=self.scheduler, rng=True, **tracked)
         report = self.ckpt.restore()
         self.step = report.step if report else 0
 
     def data(self, length: int) -> tuple[Any, DataLoader[Any]]:
         options = self.options
-        dataset: Any = Augmented(length, augment=options.augment)
+        dataset: Any = Augmented(length, augment=options.augment, prepared=options.prepared)
         if options.seeded:
             dataset = SeededSamples(dataset, seed=3)
         kind = DataLoader
@@ -115,7 +122,7 @@ class Program:
             arguments["generator"] = torch.Generator()
         if options.workers:
             arguments |= {"num_workers": options.workers, "persistent_workers": options.persistent}
-        return sampler, kind(dataset, **arguments)
+        return sampler, kind(self.ckpt.keep_samples(dataset) if options.kept else dataset, **arguments)
 
     def run(self) -> None:
         """Train to the end of the epochs."""
@@ -184,6 +191,30 @@ class Program:
             total = sum(self.forward(x).item() for (x,) in DataLoader(data, batch_size=2, shuffle=True))
             self.model.train()
             print("eval", float(total).hex(), float(self.scheduler.get_last_lr()[0]).hex(), flush=True)
+
+
+def program(root: Path, **options: Any) -> list[str]:
+    """Run the program in a process of its own; return its lines. `kill_at` ends it by SIGKILL, started seeds differ."""
+    output = root.with_name(f"{root.name}-{os.urandom(4).hex()}.txt")
+    sys.stdout.flush(), sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0)  # the test's own time-out belongs to the parent
+            os.dup2(os.open(output, os.O_CREAT | os.O_WRONLY, 0o600), 1)
+            sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 -- a descriptor
+            warnings.simplefilter("ignore")  # torch's, of schedulers and of torchdata's age
+            Program(str(root), Options(**options)).run()
+            code = 0
+        except BaseException:  # noqa: BLE001 -- nothing may unwind into the test runner
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush(), sys.stderr.flush()
+            os._exit(code)
+    ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert ended == (-signal.SIGKILL if options.get("kill_at") else 0), f"ended with {ended}"
+    return [line for line in output.read_text().splitlines() if line[:1].isdigit() or line.startswith("eval")]
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ from typing import Any
 from flashckpt.errors import ConfigError
 from flashckpt.trainer.config.data import SourceConfig, check_source
 
-PROBES = ("probability", "pairs", "choice")
+PROBES = ("probability", "pairs", "choice", "generate")
+MATCHES = ("exact", "number", "choice")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,14 +47,15 @@ class SetConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeConfig:
-    """One `[[eval.probes]]`: a JSON Lines file of questions that are answered by the likelihoods of texts.
+    """One `[[eval.probes]]`: a JSON Lines file of questions, answered by the likelihoods of texts or by what the model writes.
 
     Attributes:
         name: What its results are called.
         url: A path or fsspec URL.
         kind: One of PROBES.
-        limit: Use so many lines from the beginning; 0: all.
+        limit: Ask so many questions from the beginning; 0: all.
         storage_options: For fsspec; not recorded.
+        shots, stop, max_tokens, match, labels, shuffle, none_of_others: Of kind "generate" alone, see docs/evaluation.md.
     """
 
     name: str = ""
@@ -61,6 +63,13 @@ class ProbeConfig:
     kind: str = "choice"
     limit: int = 0
     storage_options: dict[str, Any] = field(default_factory=dict)
+    shots: int = 0
+    stop: tuple[str, ...] = ("\n",)
+    max_tokens: int = 32
+    match: str = "exact"
+    labels: str = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+    shuffle: bool = False
+    none_of_others: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,6 +129,24 @@ def _check_tables(values: Mapping[str, Any]) -> None:
         if one["kind"] not in PROBES:
             raise _wrong(f"eval.probes[{number}].kind is unknown", repr(one["kind"]), f"one of {', '.join(PROBES)}")
         _check_count(f"eval.probes[{number}].limit", one["limit"])
+        _check_generation(f"eval.probes[{number}]", one)
+
+
+def _check_generation(name: str, one: Mapping[str, Any]) -> None:
+    plain = ProbeConfig()
+    for key in ("shots", "stop", "max_tokens", "match", "labels", "shuffle", "none_of_others"):
+        default = getattr(plain, key)
+        if one["kind"] != "generate" and one[key] != (list(default) if isinstance(default, tuple) else default):
+            raise _wrong(f"{name}.{key} has no effect", f"kind = {one['kind']!r}", 'kind = "generate"')
+    _check_count(f"{name}.shots", one["shots"])
+    if one["max_tokens"] < 1:
+        raise _wrong(f"{name}.max_tokens is too small", str(one["max_tokens"]), "1 or more")
+    if one["match"] not in MATCHES:
+        raise _wrong(f"{name}.match is unknown", repr(one["match"]), f"one of {', '.join(MATCHES)}")
+    if not all(one["stop"]):
+        raise _wrong(f"{name}.stop holds an empty text", repr(one["stop"]), "texts that end an answer")
+    if len(one["labels"]) < 2 or len(set(one["labels"])) < len(one["labels"]) or " " in one["labels"]:
+        raise _wrong(f"{name}.labels cannot name options", repr(one["labels"]), "two or more different characters")
 
 
 def _check_count(name: str, value: int) -> None:

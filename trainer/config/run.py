@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import keyword
 import os
 import re
@@ -322,7 +323,7 @@ def _literal(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # what JSON escapes, TOML does too
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_literal(name)} = {_literal(part)}" for name, part in value.items()) + "}"
     if isinstance(value, list):

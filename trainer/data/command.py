@@ -1,4 +1,4 @@
-"""`python -m flashckpt.trainer data prepare --config FILE`. Torch-free."""
+"""`python -m flashckpt.trainer data prepare | duplicates --config FILE`. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from flashckpt.errors import ConfigError
-from flashckpt.trainer.config import read_config
+from flashckpt.trainer.config import RunConfig, read_config
+from flashckpt.trainer.config.command_line import take_flag
+from flashckpt.trainer.data.channels import channels_of_index
+from flashckpt.trainer.data.duplicates import duplicate_lines, find_duplicates
 from flashckpt.trainer.data.prepare import PrepareProgress, prepare
 from flashckpt.trainer.data.prepared import not_held_out
 from flashckpt.trainer.data.sets import prepare_sets, sets_of
@@ -18,16 +21,24 @@ INTERRUPTED = 130
 
 def data(words: Sequence[str], path: str | None) -> int:
     """Run `data WORDS --config PATH` and return the exit code; errors are raised."""
-    if list(words[:1]) != ["prepare"]:
+    if list(words[:1]) not in (["prepare"], ["duplicates"]):
         raise ConfigError(
-            "unknown command", found=" ".join(["data", *words[:1]]), expected="data prepare --config FILE"
+            "unknown command",
+            found=" ".join(["data", *words[:1]]),
+            expected="data prepare --config FILE, or data duplicates",
         )
-    config = read_config(path, words[1:])
+    rest = list(words[1:])
+    is_near = words[0] == "duplicates" and take_flag(rest, "--near")
+    config = read_config(path, rest)
+    if words[0] == "duplicates":
+        duplicate_lines(find_duplicates(config.data, near=is_near), lambda line: sys.stdout.write(f"{line}\n"))
+        return 0
     try:
         if config.data.sources or not config.eval.sets:
             lines = _Lines()
             index = prepare(config.data, lines)
             _say(config.data.folder, lines, index)
+            _say_channels(config, index)
             for line in not_held_out(config, index):
                 sys.stderr.write(f"warning: {line}; lower data.holdout_every, or add documents\n")
         lines = _Lines()
@@ -44,6 +55,15 @@ def _say(folder: str, lines: _Lines, index: dict[str, Any]) -> None:
         f"{folder}: {_number(lines.tokens)} tokens of a vocabulary of {index['vocab']}, "
         f"fingerprint {index['fingerprint']}\n"
     )
+
+
+def _say_channels(config: RunConfig, index: dict[str, Any]) -> None:
+    trained = config.train.steps * config.train.global_batch * config.train.seq_len
+    for name, one in channels_of_index(config, index, trained).items():
+        sys.stdout.write(
+            f"  {name}: {one.documents:,} documents, {_number(one.tokens)} tokens, {_number(one.held)} held out; "
+            f"{one.epochs:.3g} epochs in {config.train.steps} steps\n"
+        )
 
 
 class _Lines:

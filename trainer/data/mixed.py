@@ -25,6 +25,10 @@ class MixedDataset:
         split: "train" or "held".
         is_sets: Whether `config.data` is that of `sets_of`: each source is scored whole, and has to have a window.
 
+    Attributes:
+        samples: The windows.
+        rows: What they are read through.
+
     Raises:
         DataError: the data is not prepared, damaged, or shorter than one window.
     """
@@ -45,6 +49,7 @@ class MixedDataset:
         if not sources:
             raise too_short(0, config.train.seq_len, split)
         self.samples = Mixture(sources)
+        self.rows: Any = self.samples
         self.channels = list(dict.fromkeys(config.data.sources[number].channel for number in self._numbers))
         self._channel_of = [self.channels.index(config.data.sources[number].channel) for number in self._numbers]
         self._ends = np.cumsum(self.samples.lengths)
@@ -58,7 +63,7 @@ class MixedDataset:
     def batch(self, ids: Sequence[int] | npt.NDArray[np.int64]) -> Batch:
         """Return the samples with these numbers."""
         numbers = np.asarray(ids, dtype=np.int64)
-        rows = [self.samples[int(number)] for number in numbers]
+        rows = [self.rows[int(number)] for number in numbers]
         tokens = np.stack([row for row, _ in rows])
         documents = np.stack([row for _, row in rows])
         refuse_outside(tokens, self._vocab, f"samples {', '.join(map(str, numbers[:8]))}")

@@ -10,6 +10,7 @@ from typing import Any
 from flashckpt.errors import ConfigError
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.config.data import DataConfig
+from flashckpt.trainer.data.answers import read_answers
 from flashckpt.trainer.data.prepare import PrepareProgress, prepare
 from flashckpt.trainer.data.prepared import read_prepared
 from flashckpt.trainer.data.questions import read_questions
@@ -108,7 +109,7 @@ def check_evaluation(config: RunConfig) -> None:
     """
     check_sets(config)
     for probe in config.eval.probes:
-        read_questions(probe)
+        (read_answers if probe.kind == "generate" else read_questions)(probe)
     if config.eval.probes:
         start_token(config, run_vocabulary(config))
 

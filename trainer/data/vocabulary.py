@@ -48,6 +48,11 @@ class Vocabulary:
         elif end_token:
             raise ConfigError("data.end_token has no effect on bytes", found=end_token, expected="a tokenizer")
 
+    @property
+    def is_bytes(self) -> bool:
+        """Whether the tokens of a text are its bytes."""
+        return self._tokenizer is None
+
     def _number_of_end(self, wanted: str) -> int:
         assert self._tokenizer is not None
         for name in (wanted,) if wanted else KNOWN_ENDS:

@@ -6,7 +6,7 @@ The trainer's own are "studio" (`flashckpt.trainer.watch.hooks`); without them a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +16,8 @@ from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.optim.average import WeightAverage, WeightCopy
 from flashckpt.trainer.parallel.apply import Parallel
 from flashckpt.trainer.train.metrics import StepRecord, Trace
-from flashckpt.trainer.train.profile_range import ProfileRange
+from flashckpt.trainer.train.profile_range import NOTHING, Profiled
+from flashckpt.trainer.train.step_phases import PhaseTimer
 
 if TYPE_CHECKING:
     from flashckpt import Checkpointer
@@ -34,14 +35,16 @@ class HookedRun:
         parallel: This rank's part of the model; `parallel.reporter` on the one rank that writes outputs.
         average: The average of the weights, where there is one.
         anchor: Where groups train apart, the weights that they had in common last.
-        profiled: Steps to profile.
+        profiled: What is measured of it.
+        timer: Of its steps.
     """
 
     config: RunConfig
     parallel: Parallel
     average: WeightAverage | None = None
     anchor: WeightCopy | None = None
-    profiled: ProfileRange | None = None
+    profiled: Profiled = NOTHING
+    timer: PhaseTimer = field(default_factory=PhaseTimer)
 
     @property
     def device(self) -> torch.device:
@@ -117,7 +120,7 @@ def hooks_of(run: HookedRun) -> AllHooks:
         ConfigError: One cannot be loaded, or the run asks for what only the studio does, and it is not installed.
     """
     config = run.config
-    if config.eval.every or config.samples.every or run.profiled is not None:
+    if config.eval.every or config.samples.every or run.profiled:
         entry_points.load(entry_points.HOOKS, STUDIO)
     kinds: dict[str, Callable[[HookedRun], TrainerHooks]] = {}
     for entry in entry_points.every(entry_points.HOOKS):

@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -42,7 +42,7 @@ from flashckpt.trainer.train.nonfinite import report_nonfinite
 from flashckpt.trainer.train.optim import clamp_gradients, clip_gradients
 from flashckpt.trainer.train.phased_data import PhasedData
 from flashckpt.trainer.train.phases import Phase, check_layouts, phase_at, phases_of
-from flashckpt.trainer.train.profile_range import ProfileRange
+from flashckpt.trainer.train.profile_range import NOTHING, Profiled
 from flashckpt.trainer.train.rate_jump import rate_jump
 from flashckpt.trainer.train.record import RunRecord, SpikeError, say_once
 from flashckpt.trainer.train.regroup import begin_if_new, has_other_groups
@@ -65,7 +65,7 @@ class Trainer:
         layout: What `resolve_layout` gave for it.
         device: This rank's device.
         clock: Measures the start; None begins here.
-        profiled: Steps to profile.
+        profiled: What is measured of the run.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Trainer:
         device: torch.device,
         *,
         clock: StartClock | None = None,
-        profiled: ProfileRange | None = None,
+        profiled: Profiled = NOTHING,
     ) -> None:
         config = with_precision(config, device.type)
         self.config, self.layout = config, layout
@@ -94,9 +94,8 @@ class Trainer:
         self.guard = Guard(config.guard)
         self.record = RunRecord(config)
         anchor = None if self.outer is None else self.outer.anchor
-        self.hooks = hooks_of(
-            HookedRun(config=config, parallel=self.parallel, average=self.average, anchor=anchor, profiled=profiled)
-        )
+        own: dict[str, Any] = {"average": self.average, "anchor": anchor, "profiled": profiled, "timer": self.timer}
+        self.hooks = hooks_of(HookedRun(config=config, parallel=self.parallel, **own))
         self.ckpt: Checkpointer | None = None
         self.done = 0
         self._rolled_back_to = -1
@@ -335,6 +334,7 @@ class Trainer:
         average = None if self.average is None else self.average.modules
         state = {"optimizer": self.optimizers, "sampler": self.data.sampler, "run": self.record, "guard": self.guard}
         self.ckpt = checkpointer(self.config, self.parallel, self.outer, **state, ema=average)
+        self.data.keep(self.ckpt.keep_samples)
         self.fences.begin()
         self.hooks.attach(self.ckpt)
         try:
@@ -378,7 +378,7 @@ def prepare(config: RunConfig, world: int) -> Layout:
     return layout
 
 
-def train(config: RunConfig, profiled: ProfileRange | None = None) -> int:
+def train(config: RunConfig, profiled: Profiled = NOTHING) -> int:
     """Train this rank of a run to its end and return the exit code.
 
     Raises:

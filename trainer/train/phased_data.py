@@ -10,6 +10,7 @@ from typing import Any
 from flashckpt.errors import ConfigError
 from flashckpt.sampler import ElasticSampler
 from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.data.mixed import MixedDataset
 from flashckpt.trainer.data.training_data import TrainingData
 from flashckpt.trainer.data.windows import Batch, Data
 from flashckpt.trainer.train.phases import Phase, phase_at
@@ -107,6 +108,7 @@ class PhasedData:
 
     def __init__(self, phases: Sequence[Phase], build: Callable[[RunConfig, int], TrainingData]) -> None:
         self.phases, self._build = phases, build
+        self._kept: Callable[[Any], Any] = lambda samples: samples
         self.skipped: dict[int, int] = {}
         self.phase = phases[0]
         self._data = self._opened(phases[0])
@@ -126,6 +128,15 @@ class PhasedData:
     def dataset(self) -> Data:
         """The training split of the phase that runs."""
         return self._data.dataset
+
+    def keep(self, kept: Callable[[Any], Any]) -> None:
+        """Read windows of this phase and of later ones through `kept(samples)`."""
+        self._kept = kept
+        self._read_through(self._data)
+
+    def _read_through(self, data: TrainingData) -> None:
+        if isinstance(data.dataset, MixedDataset):  # the bytes of a small corpus are at hand
+            data.dataset.rows = self._kept(data.dataset.samples)
 
     def enter(self, phase: Phase) -> None:
         """Continue with a phase: in the order of the one before, or at the beginning of another."""
@@ -164,7 +175,9 @@ class PhasedData:
         first = next(one for one in self.phases if one.stream == phase.stream)
         sources = first.config.data.sources
         config = _with_sources(phase.config, sources)
-        return self._build(config, phase.config.train.seed + phase.stream * 1_000_003)
+        data = self._build(config, phase.config.train.seed + phase.stream * 1_000_003)
+        self._read_through(data)
+        return data
 
     def _weigh(self, before: Phase) -> None:
         mine, first = self.phase.config.data.sources, next(p for p in self.phases if p.stream == self.phase.stream)

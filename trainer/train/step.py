@@ -205,8 +205,8 @@ class TrainStep:
     def _time_forwards(self) -> None:
         """Take the forwards of the stages out of what a schedule does; what is between them counts as backward."""
         for part in self._parallel.parts:
-            part.register_forward_pre_hook(lambda *_: self._phases.reach("backward"))
-            part.register_forward_hook(lambda *_: self._phases.reach("forward"))
+            part.register_forward_pre_hook(lambda *_: self._phases.reach("backward", alone=True))
+            part.register_forward_hook(lambda *_: self._phases.reach("forward", alone=True))
 
     def _divide_gradients(self) -> None:
         """Make sums over micro-batches means over samples; on local shards, since DTensor would plan each shape again."""

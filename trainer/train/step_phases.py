@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from flashckpt import Checkpointer
@@ -17,12 +17,27 @@ PHASES = ("data", "forward", "backward", "sync", "clip", "optimizer", "snapshot"
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
+class Meeting(Protocol):
+    """What a mark waits for while phases are profiled."""
+
+    def settle(self) -> None:
+        """Return when the device has done all that it was given."""
+
+    def meet(self) -> None:
+        """Return when all ranks are here. Collective."""
+
+
 class PhaseTimer:
     """Splits a step into phases: the time since the last mark belongs to the phase that is reached.
 
     So the phases add up to the step. On a GPU the times are those of the training thread, which runs ahead of the device: it
     waits for it where it needs a number, in "sync".
+
+    Attributes:
+        meeting: While it is set, a phase is what this rank alone needed for it: the wait for others belongs to none.
     """
+
+    meeting: Meeting | None = None
 
     def __init__(self) -> None:
         self._sums = dict.fromkeys(PHASES, 0.0)
@@ -32,12 +47,24 @@ class PhaseTimer:
     def start(self) -> None:
         """Begin a step, with what was spent `beside` the one before."""
         self._sums, self._carried = self._carried, dict.fromkeys(PHASES, 0.0)
+        if self.meeting is not None:
+            self.meeting.meet()
         self._at = time.perf_counter()
 
-    def reach(self, phase: str) -> None:
-        """Count the time since the last mark as `phase`, one of PHASES."""
+    def reach(self, phase: str, *, alone: bool = False) -> None:
+        """Count the time since the last mark as `phase`, one of PHASES.
+
+        Args:
+            phase: What ends here.
+            alone: Other ranks reach this mark at other times, or not at all.
+        """
+        if self.meeting is not None:
+            self.meeting.settle()
         now = time.perf_counter()
         self._sums[phase] += now - self._at
+        if self.meeting is not None and not alone:
+            self.meeting.meet()
+            now = time.perf_counter()
         self._at = now
 
     @contextmanager

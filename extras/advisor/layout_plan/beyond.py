@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 from flashckpt.errors import ConfigError, DataError, LayoutError
 from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.data.channels import channels_of_index
 from flashckpt.trainer.data.prepared import check_prepared
 from flashckpt.trainer.model.flops import count_parameters, training_days
 from flashckpt.trainer.parallel.layout import Layout
@@ -61,13 +62,7 @@ def epochs(config: RunConfig, tokens: float) -> dict[str, float]:
         index = check_prepared(config)
     except (DataError, ConfigError):
         return {}
-    total = sum(source.weight for source in config.data.sources)
-    found: dict[str, tuple[float, int]] = {}
-    for source, records in zip(config.data.sources, (index or {}).get("sources", ()), strict=False):
-        read, held = found.get(source.channel, (0.0, 0))
-        prepared = sum(record["train"]["tokens"] for record in records)
-        found[source.channel] = (read + tokens * source.weight / total, held + prepared)
-    return {channel: read / held for channel, (read, held) in found.items() if held}
+    return {name: one.epochs for name, one in channels_of_index(config, index, tokens).items()}
 
 
 def inference(config: RunConfig, gpu: Gpu) -> dict[str, float]:

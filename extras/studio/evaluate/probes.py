@@ -94,7 +94,7 @@ class Probe:
 
 
 def open_probes(config: RunConfig, vocabulary: Vocabulary) -> list[Probe]:
-    """Return the probes of a run.
+    """Return the probes of a run that are answered by likelihoods.
 
     Raises:
         DataError: a file cannot be read, or a line is no question.
@@ -102,7 +102,7 @@ def open_probes(config: RunConfig, vocabulary: Vocabulary) -> list[Probe]:
     """
     start = start_token(config, vocabulary)
     found = []
-    for one in config.eval.probes:
+    for one in (one for one in config.eval.probes if one.kind != "generate"):
         questions = read_questions(one)
         pairs = [(question.prompt, text) for question in questions for text in question.continuations]
         texts = continued(vocabulary, pairs, start)

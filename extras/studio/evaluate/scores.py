@@ -18,6 +18,7 @@ from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.data.mixed import MixedDataset, channels_of, open_data
 from flashckpt.trainer.data.sets import run_vocabulary, sets_of
 from flashckpt.trainer.data.windows import Data
+from flashckpt.trainer.evaluate.answers import AnswerProbe, open_answers
 from flashckpt.trainer.evaluate.probes import Probe, open_probes
 from flashckpt.trainer.evaluate.results import Score, Scores
 from flashckpt.trainer.evaluate.rows import NO_TARGET, Chunk, Ints, Rows, RowScorer, RowScores, chunks_of
@@ -55,14 +56,17 @@ class Evaluator:
         self._scorer = RowScorer(parallel, loss_parallel_on=config.parallel.loss_parallel)
         self._held = _held_out(config) if config.eval.held_out else {}
         self._sets = _sets(config)
-        self._probes = _probes(config)
+        self._probes = _probes(config, parallel)
 
     def scores(self) -> Scores:
         """Return all results, the same on every rank. Collective."""
         return Scores(
             held_out={name: self._text(text) for name, text in self._held.items()},
             sets={name: self._text(text) for name, text in self._sets.items()},
-            probes={name: self._probe(probe) for name, probe in self._probes.items()},
+            probes={
+                name: probe.results() if isinstance(probe, AnswerProbe) else self._probe(probe)
+                for name, probe in self._probes.items()
+            },
         )
 
     def _text(self, text: _Text) -> Score:
@@ -126,7 +130,11 @@ def _sets(config: RunConfig) -> dict[str, _Text]:
     return found
 
 
-def _probes(config: RunConfig) -> dict[str, Probe]:
+def _probes(config: RunConfig, parallel: Parallel) -> dict[str, Probe | AnswerProbe]:
+    """Return the probes of a run by name, in the order of the configuration."""
     if not config.eval.probes:
         return {}
-    return {probe.name: probe for probe in open_probes(config, run_vocabulary(config))}
+    vocabulary = run_vocabulary(config)
+    found: dict[str, Probe | AnswerProbe] = {probe.name: probe for probe in open_probes(config, vocabulary)}
+    found |= open_answers(config, vocabulary, parallel)
+    return {one.name: found[one.name] for one in config.eval.probes}

@@ -7,7 +7,7 @@ the sampler nor the random state is read: the trace is the same with and without
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.config.sample import Choice
+from flashckpt.trainer.generate.codec import TextCodec
 from flashckpt.trainer.generate.prompts import read_prompts
 from flashckpt.trainer.generate.sampling import Chooser
 from flashckpt.trainer.parallel.apply import Parallel
@@ -33,53 +34,61 @@ class Sample:
     text: str
 
 
-class SampleMaker:
-    """Continues the prompts of `[samples]` with the model as it is.
+class TextWriter:
+    """Continues prompts with the model as it is.
 
     Args:
-        config: The run.
         parallel: This rank's parts.
+        codec: The tokenizer.
+        length: Tokens that prompt and continuation may have together.
 
-    Raises:
-        ConfigError, DataError: See `read_prompts`.
+    Attributes:
+        rows: Prompts that are continued together at no further price.
     """
 
-    def __init__(self, config: RunConfig, parallel: Parallel) -> None:
-        self._settings, self._parallel = config.samples, parallel
-        self._codec, self._prompts = read_prompts(config)
-        self._rows, self._length = parallel.micro_batch.tokens.shape[0], config.train.seq_len
+    def __init__(self, parallel: Parallel, codec: TextCodec, length: int) -> None:
+        self._parallel, self._codec, self._length = parallel, codec, length
+        self.rows = int(parallel.micro_batch.tokens.shape[0])
         last = parallel.layout.rank_of_stage(parallel.layout.stages - 1)
         self._chooses = int(parallel.mesh.mesh[last, 0, 0, 0])
         """The rank that chooses tokens: the last stage's first."""
 
-    def samples(self) -> list[Sample]:
-        """Return one sample per prompt, the same on every rank. Collective."""
-        settings = self._settings
-        choice = Choice(temperature=settings.temperature, top_p=settings.top_p, seed=settings.seed)
-        choosers = [Chooser(replace(choice, seed=choice.seed + number)) for number in range(len(self._prompts))]
-        texts = [list(tokens) for tokens in self._prompts]
-        is_open = [True] * len(texts)
+    def texts(
+        self,
+        prompts: Sequence[Sequence[int]],
+        choosers: Sequence[Chooser],
+        most: int,
+        is_over: Callable[[str], bool] = lambda _: False,
+    ) -> list[str]:
+        """Return what is written behind each prompt, the same on every rank. Collective.
+
+        Args:
+            prompts: Tokens of each, fewer than `length`.
+            choosers: Of the tokens of each.
+            most: Tokens to write.
+            is_over: Whether a text needs no more of them.
+        """
+        whole, found = [list(tokens) for tokens in prompts], [""] * len(prompts)
+        is_open = [True] * len(prompts)
         with quiet(self._parallel), torch.no_grad():
-            for _ in range(settings.max_tokens):
-                for number, token in enumerate(self._next(texts, choosers, is_open)):
+            for _ in range(most):
+                for number, token in enumerate(self._next(whole, choosers, is_open)):
                     if token == _ENDED:
                         is_open[number] = False
                     else:
-                        texts[number].append(token)
-                is_open = [one and len(text) < self._length for one, text in zip(is_open, texts, strict=True)]
+                        whole[number].append(token)
+                for number in (number for number, one in enumerate(is_open) if one):
+                    found[number] = self._text(prompts[number], whole[number][len(prompts[number]) :])
+                    is_open[number] = len(whole[number]) < self._length and not is_over(found[number])
                 if not any(is_open):
                     break
-        added = [text[len(prompt) :] for text, prompt in zip(texts, self._prompts, strict=True)]
-        return [
-            Sample(prompt=prompt, text=self._text(before, new))
-            for prompt, before, new in zip(settings.prompts, self._prompts, added, strict=True)
-        ]
+        return found
 
     def _next(self, texts: Sequence[Sequence[int]], choosers: Sequence[Chooser], is_open: Sequence[bool]) -> list[int]:
         """Return the next token of each text, _ENDED for one that is finished. Collective over the world."""
         tokens, context = self._windows(texts), self._parallel.context
         tokens = tokens if context is None else context.cut(tokens)
-        outputs = self._parallel.forward_only(list(torch.split(tokens, self._rows)))
+        outputs = self._parallel.forward_only(list(torch.split(tokens, self.rows)))
         whole = [output.full_tensor() if isinstance(output, DTensor) else output for output in outputs]
         chosen = torch.full((len(texts),), _ENDED, dtype=torch.int64)
         rows = torch.cat(whole) if whole else None
@@ -99,7 +108,7 @@ class SampleMaker:
 
     def _windows(self, texts: Sequence[Sequence[int]]) -> Tensor:
         """Return whole micro-batches of windows: a text, and zeros behind it, which nothing before them sees."""
-        count = -(-len(texts) // self._rows) * self._rows
+        count = -(-len(texts) // self.rows) * self.rows
         windows = torch.zeros(count, self._length, dtype=torch.int64)
         for window, text in zip(windows, texts, strict=False):
             window[: len(text)] = torch.tensor(text)
@@ -108,3 +117,27 @@ class SampleMaker:
     def _text(self, before: Sequence[int], added: Sequence[int]) -> str:
         stream = self._codec.stream(before)
         return "".join([*(stream.push(token) for token in added), stream.finish()])
+
+
+class SampleMaker:
+    """Continues the prompts of `[samples]`.
+
+    Args:
+        config: The run.
+        parallel: This rank's parts.
+
+    Raises:
+        ConfigError, DataError: See `read_prompts`.
+    """
+
+    def __init__(self, config: RunConfig, parallel: Parallel) -> None:
+        codec, self._prompts = read_prompts(config)
+        self._settings, self._writer = config.samples, TextWriter(parallel, codec, config.train.seq_len)
+
+    def samples(self) -> list[Sample]:
+        """Return one sample per prompt, the same on every rank. Collective."""
+        settings = self._settings
+        choice = Choice(temperature=settings.temperature, top_p=settings.top_p, seed=settings.seed)
+        choosers = [Chooser(replace(choice, seed=choice.seed + number)) for number in range(len(self._prompts))]
+        texts = self._writer.texts(self._prompts, choosers, settings.max_tokens)
+        return [Sample(prompt=prompt, text=text) for prompt, text in zip(settings.prompts, texts, strict=True)]

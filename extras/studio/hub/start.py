@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from flashckpt.errors import ConfigError, FlashckptError
 from flashckpt.trainer.config import RunConfig, from_values, to_values
 from flashckpt.trainer.config.model import ModelConfig
+from flashckpt.trainer.hub.root_alone import is_root_alone, of_root_alone
 from flashckpt.trainer.hub.source import open_weights
 
 if TYPE_CHECKING:
@@ -19,14 +20,21 @@ _FREE = ("family", "context", "dropout", "router_aux_loss", "router_z_loss", "ro
 """Settings that change no weight, or as the rate of a bias add one that begins at 0."""
 
 
-def with_model_of_weights(config: RunConfig) -> RunConfig:
+def with_model_of_weights(config: RunConfig, *, is_evaluated: bool = False, step: str | None = None) -> RunConfig:
     """Return the run with the model of `init.from`, if it names none itself; a model that is named has to be that one.
 
     Weights that cannot be read are no error for a run that names its model: it may have no need of them any more.
 
+    Args:
+        config: The run.
+        is_evaluated: It is not trained: a root is then enough (`of_root_alone`).
+        step: Of the checkpoint that is evaluated.
+
     Raises:
         ConfigError: The two differ, or there is no model at `init.from`.
     """
+    if is_evaluated and is_root_alone(config):
+        return of_root_alone(config, step)
     if not config.init.from_:
         return config
     try:

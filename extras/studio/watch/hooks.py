@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -20,12 +21,15 @@ from flashckpt.trainer.train.hooks import HookedRun, TrainerHooks
 from flashckpt.trainer.train.metrics import StepRecord
 from flashckpt.trainer.watch.engine import EngineWatch
 from flashckpt.trainer.watch.events import Events
+from flashckpt.trainer.watch.phase_profile import PhaseProfile
 from flashckpt.trainer.watch.profiler import StepProfiler
 from flashckpt.trainer.watch.reporter import Reporter
 
 if TYPE_CHECKING:
     from flashckpt import Checkpointer
     from flashckpt.report import RestoreReport
+
+logger = logging.getLogger(__name__)
 
 
 class Interludes:
@@ -89,9 +93,10 @@ class StudioHooks(TrainerHooks):
         self._interludes: Interludes | None = None
         self._looked_at: RunConfig | None = None
         self._phase, self._parallel = config, run.parallel
-        self._profiler = None
-        if run.profiled is not None:
-            self._profiler = StepProfiler(run.profiled, config.log.folder, env.RANK, run.device)
+        self._profiler, profiled = None, run.profiled
+        if profiled.steps is not None:
+            self._profiler = StepProfiler(profiled.steps, config.log.folder, env.RANK, run.device)
+        self._phases = PhaseProfile(profiled.phases, run.timer, run.device) if profiled.phases else None
 
     def attach(self, ckpt: Checkpointer) -> None:
         """Have the engine say what it does."""
@@ -134,6 +139,8 @@ class StudioHooks(TrainerHooks):
 
     def before(self, step: int) -> None:
         """Begin a profile where it is due."""
+        if self._phases is not None:
+            self._phases.before()
         if self._profiler is not None:
             self._profiler.before(step)
 
@@ -144,6 +151,8 @@ class StudioHooks(TrainerHooks):
 
     def finished(self, record: StepRecord) -> None:
         """Write and show a step."""
+        if self._phases is not None and (lines := self._phases.finished(record)) and self._reporter is not None:
+            logger.info("%s", "\n".join(lines))
         if self._reporter is not None:
             self._reporter.step(record)
 
@@ -166,5 +175,7 @@ class StudioHooks(TrainerHooks):
 
     def close(self) -> None:
         """Close all outputs."""
+        if self._phases is not None and not self._phases.is_done and self._reporter is not None:
+            logger.warning("--profile-phases: the run ended before all of its steps were measured, nothing is printed")
         if self._reporter is not None:
             self._reporter.close()

@@ -298,7 +298,7 @@ def test_a_run_says_its_plan_and_how_long_it_took_to_start_and_profiles_what_is_
 ) -> None:
     words = command(corpus, "profiled", log={"folder": str(corpus[0] / "profiled"), "every": 1, "peak_tflops": 0.1})
     said = []
-    for steps, more in ((3, ["--profile", "2:4"]), (6, [])):
+    for steps, more in ((5, ["--profile", "2:4", "--profile-phases", "1"]), (8, [])):
         done = subprocess.run([*words, "--train.steps", str(steps), *more], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         assert done.stderr.count("plan: ") == done.stderr.count("the process began") == 1
@@ -307,6 +307,7 @@ def test_a_run_says_its_plan_and_how_long_it_took_to_start_and_profiles_what_is_
         assert "% (plan " in done.stderr  # the MFU of a step beside it
         said.append(done.stderr)
     assert "the process began (cold): imports " in said[0]
+    assert said[0].count("phases of 1 ranks, means of 1 steps") == said[0].count("Not hidden behind forward") == 1
     assert "weights" in said[0].partition("process began")[2].splitlines()[0]
     assert "the process began (restored step " in said[1]
     assert "restore" in said[1].partition("(restored")[2].splitlines()[0]

@@ -19,6 +19,7 @@ from flashckpt.trainer.config import RunConfig, from_values, to_toml, to_values
 from flashckpt.trainer.data.sets import prepare_sets
 from flashckpt.trainer.evaluate.command import evaluate
 from flashckpt.trainer.evaluate.results import plain_scores
+from flashckpt.trainer.hub.start import with_model_of_weights
 
 
 def run_of(folder: Path, **parallel: Any) -> RunConfig:
@@ -66,6 +67,24 @@ def check_scores(mine: Any, wanted: Any) -> None:
                 part,
                 name,
             )  # a rank may be told "n/a" as None
+
+
+def test_a_root_alone_is_evaluated_from_anywhere(trained: Any, tmp_path: Path) -> None:
+    """Neither model nor data is named, and the process runs in another folder."""
+    folder, wanted = trained
+    settings = {"eval": {**write_evaluation(tmp_path / "evaluation"), "every": 4}, "train": {"device": "cpu"}}
+    config = from_values({**settings, "checkpoint": {"root": str(folder / "root")}})
+    alone = with_model_of_weights(config, is_evaluated=True)
+    assert alone.model == run_of(folder).model
+    assert alone.data.folder != config.data.folder
+    (found, _) = values(run_ranks(evaluate_rank, 1, to_values(alone), timeout_s=100))[0]
+    assert "held_out" not in found
+    check_scores({**found, "held_out": wanted["held_out"]}, wanted)
+    recorded = with_model_of_weights(replace(config, eval=replace(config.eval, sets=(), probes=())), is_evaluated=True)
+    assert [one.name for one in recorded.eval.sets] == ["stories", "flat"], "those of the run"
+    done = warm.run(["-m", "flashckpt.trainer", "--evaluate", "--checkpoint.root", str(folder / "root")], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "stories" in done.stdout
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

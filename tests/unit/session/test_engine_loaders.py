@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
-import traceback
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.engine import agent_dir
-from support.loader_loop import Options, Program
+from support.loader_loop import program
 
 END_OF_EPOCH = 6  # of 22 samples in batches of 4: the sixth goes on into the next epoch
 
@@ -21,30 +16,6 @@ END_OF_EPOCH = 6  # of 22 samples in batches of 4: the sixth goes on into the ne
 def agent_of_the_test(monkeypatch: pytest.MonkeyPatch, shm_dir: Path) -> None:
     monkeypatch.setenv("FLASHCKPT_AGENT_DIR", "")  # restored after the test
     agent_dir()
-
-
-def program(root: Path, **options: Any) -> list[str]:
-    """Run the program in a process of its own; return its lines. `kill_at` ends it by SIGKILL, started seeds differ."""
-    output = root.with_name(f"{root.name}-{os.urandom(4).hex()}.txt")
-    sys.stdout.flush(), sys.stderr.flush()
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            signal.setitimer(signal.ITIMER_REAL, 0)  # the test's own time-out belongs to the parent
-            os.dup2(os.open(output, os.O_CREAT | os.O_WRONLY, 0o600), 1)
-            sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 -- a descriptor
-            warnings.simplefilter("ignore")  # torch's, of schedulers and of torchdata's age
-            Program(str(root), Options(**options)).run()
-            code = 0
-        except BaseException:  # noqa: BLE001 -- nothing may unwind into the test runner
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush(), sys.stderr.flush()
-            os._exit(code)
-    ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    assert ended == (-signal.SIGKILL if options.get("kill_at") else 0), f"ended with {ended}"
-    return [line for line in output.read_text().splitlines() if line[:1].isdigit() or line.startswith("eval")]
 
 
 def assert_exact(tmp_path: Path, *kills: int, **options: Any) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import json
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,11 +16,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from support.ranks import wait_for
+from support.training import run_config
 
 from flashckpt.errors import DataError
 from flashckpt.sampler import ElasticSampler, Mixture
+from flashckpt.trainer.data.mixed import open_data
+from flashckpt.trainer.data.prepare import prepare
 from flashckpt.trainer.data.training_data import TrainingData
 from flashckpt.trainer.data.windows import Batch
+from flashckpt.trainer.train.phased_data import PhasedData
+from flashckpt.trainer.train.phases import phases_of
 
 GLOBAL = 4
 REPLICAS = [1, 2, 3, 4, 6]
@@ -241,3 +248,38 @@ def test_the_samples_of_a_step_are_named_without_dealing_them_again(monkeypatch:
         counts.append(deals.count(2))
         assert deals.count(1) <= 3 + ahead
     assert counts == [3, 3]
+
+
+def test_windows_of_each_phase_are_read_through_what_keeps_them(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": f"{n} bottles on the wall, {n} bottles"}) for n in range(60)]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
+    sources = [{"kind": "jsonl", "urls": [str(tmp_path / "text.jsonl")], "channel": "songs"}]
+    config = run_config(
+        tmp_path,
+        data={"sources": sources, "source": ["stdlib"]},
+        train={"steps": 9},
+        phase={"each": [{"from_step": 5, "seq_len": 32}]},
+    )
+    prepare(config.data)
+    phases, seen = phases_of(config), list[int]()
+
+    class Through:
+        def __init__(self, samples: Any) -> None:
+            self.samples = samples
+
+        def __getitem__(self, number: int) -> Any:
+            seen.append(number)
+            return self.samples[number]
+
+    def build(of_phase: Any, seed: int) -> TrainingData:
+        return TrainingData(open_data(of_phase, "train"), dp_rank=0, dp_size=1, global_batch=4, seed=seed)
+
+    data = PhasedData(phases, build)
+    data.keep(Through)
+    for phase in phases:
+        if phase.number:
+            data.enter(phase)
+        batch = data.next()
+        assert seen == batch.ids.tolist()
+        assert batch.tokens.shape[1] == phase.config.train.seq_len
+        seen.clear()

@@ -21,9 +21,11 @@ from flashckpt.trainer.parallel.distributed import process_group
 from flashckpt.trainer.train import step_phases as module
 from flashckpt.trainer.train.loop import Trainer, prepare
 from flashckpt.trainer.train.metrics import StepRecord
-from flashckpt.trainer.train.profile_range import ProfileRange, profile_range
+from flashckpt.trainer.train.profile_range import NOTHING, Profiled, ProfileRange, phase_steps, profile_range
 from flashckpt.trainer.train.step_phases import PHASES, PhaseTimer, StartClock, process_age_s
+from flashckpt.trainer.watch import phase_profile
 from flashckpt.trainer.watch.figures import Figures, curves
+from flashckpt.trainer.watch.phase_profile import PhaseProfile, RankPhases, exposed_s, phase_lines
 from flashckpt.trainer.watch.profiler import StepProfiler, live_tensors
 
 TINY = str(ROOT / "configs" / "tiny.toml")
@@ -89,6 +91,92 @@ def test_every_phase_of_a_trained_step_is_measured(parallel: Any, tmp_path: Path
             assert all(found[name] > 0 for name in ("data", "forward", "backward", "sync", "optimizer", "clip"))
 
 
+def profiled_steps(rank: int, config_values: Any, phases: int) -> Any:
+    """Return each loss, whether marks met in that step, and what the profile says in the end."""
+    config = from_values(config_values)
+    layout = prepare(config, int(os.environ["WORLD_SIZE"]))
+    with process_group(config) as device:
+        profile = Profiled(phases=phases) if phases else NOTHING
+        trainer = Trainer(config, layout, device, profiled=profile)
+        trainer.initialise()
+        profiler = PhaseProfile(phases, trainer.timer, device)
+        losses, meetings, said = [], [], []
+        for _ in range(config.train.steps):
+            if phases:
+                profiler.before()
+            record = trainer.one_step()
+            losses.append(record.loss.hex())
+            meetings.append(trainer.timer.meeting is not None)
+            said += profiler.finished(record) if phases else []
+        trainer.data.close()
+        return losses, meetings, said
+
+
+@pytest.mark.parametrize("parallel", [{"dp_shard": 2}, {"pp": 2}])
+def test_a_profile_of_phases_measures_every_rank_and_changes_no_number(parallel: Any, tmp_path: Path) -> None:
+    source = write_corpus(tmp_path / "text")
+    config = run_config(tmp_path, parallel=parallel, data={"source": source}, train={"steps": 8})
+    plain, found = (values(run_ranks(profiled_steps, 2, to_values(config), n, timeout_s=120)) for n in (0, 2))
+    for (losses, *_), (same, meetings, said) in zip(plain, found, strict=True):
+        assert same == losses
+        assert meetings == [False] * 5 + [True] * 2 + [False]
+        assert said[0].startswith("phases of 2 ranks, means of 2 steps")
+        assert [line.split()[0] for line in said[2:-1]] == [*PHASES, "waiting"]
+        assert "Not hidden behind forward, backward, clip, optimizer" in said[-1]
+
+
+def met_phases(rank: int) -> Any:
+    """Three phases by a clock that only this function moves: rank 1 computes for 10 s, rank 0 for 2."""
+    clock = Clock()
+    for one in (module, phase_profile):
+        vars(one)["time"] = clock  # in this forked process
+    timer = PhaseTimer()
+    timer.meeting = profile = PhaseProfile(1, timer, torch.device("cpu"))
+    timer.start()
+    clock.now += 10 if rank else 2
+    timer.reach("forward")
+    clock.now += 3
+    timer.reach("backward", alone=True)
+    clock.now += 5
+    timer.reach("sync")
+    return timer.seconds(), profile._waited
+
+
+def test_what_a_rank_waits_for_others_is_in_none_of_its_phases() -> None:
+    for rank, (seconds, waited) in enumerate(values(run_ranks(met_phases, 2))):
+        assert seconds == dict.fromkeys(PHASES, 0.0) | {"forward": 11 if rank else 3, "backward": 4, "sync": 6}
+        assert waited == 3, "three meetings, each as long as one reading of the clock"
+
+
+def test_what_compute_does_not_hide_is_what_a_step_takes_beyond_the_slowest_rank() -> None:
+    none = dict.fromkeys(PHASES, 0.0)
+    plain = none | {"data": 0.5, "forward": 2.0, "backward": 4.0, "sync": 1.0}
+    ranks = [
+        RankPhases(plain=plain, synchronised=none | {"forward": f, "backward": 4.0, "sync": 0.25}, waited=w)
+        for f, w in ((1.0, 1.0), (2.0, 0.0), (1.5, 0.5))
+    ]
+    assert exposed_s(ranks) == 1.5
+    *lines, last = phase_lines(ranks, 10)
+    forward = next(line for line in lines if line.startswith("forward"))
+    assert forward.split() == ["forward", "1000.00", "1500.00", "2000.00", "1", "2000.00"]
+    assert last.startswith(
+        "a step takes 7500.00 ms; its phases one after another, each of its slowest rank, 6250.00 ms"
+    )
+    assert last.endswith("1500.00 ms (20.0%)")
+    assert exposed_s([RankPhases(plain=none, synchronised=none | {"forward": 1.0}, waited=0.0)]) == 0
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "4", "x", "101", "999999999999"])
+def test_a_wrong_number_of_profiled_steps_is_one_clear_error(text: str) -> None:
+    with pytest.raises(ConfigError, match="not a number of steps"):
+        phase_steps(text, 10)
+
+
+def test_steps_of_phases_fit_into_the_run() -> None:
+    assert phase_steps("3", 9) == 3
+    assert phase_steps(None, 1) == 0
+
+
 def test_phases_are_in_the_trace_and_on_the_pages() -> None:
     record = StepRecord(step=1, loss=1.0, norm=1.0, rate=1.0, tokens=1, samples="", seconds=0.5, phases={"data": 0.25})
     assert json.loads(record.to_line())["phases_ms"] == {"data": 250.0}
@@ -124,8 +212,9 @@ def test_a_range_is_its_steps() -> None:
 
 @pytest.mark.parametrize("flag", [["--check"], ["--evaluate"], ["--print-config"], ["--dry-run", "--world", "1"]])
 def test_a_profile_of_no_training_is_refused(flag: list[str], capfd: Any) -> None:
-    assert command.main(["--config", TINY, "--profile", "1:2", *flag]) == 10
-    assert "--profile would have no effect" in capfd.readouterr().err
+    for asked in (["--profile", "1:2"], ["--profile-phases", "2"]):
+        assert command.main(["--config", TINY, *asked, *flag]) == 10
+        assert "--profile would have no effect" in capfd.readouterr().err
 
 
 def test_a_trace_and_the_memory_of_some_steps_are_written(tmp_path: Path) -> None:

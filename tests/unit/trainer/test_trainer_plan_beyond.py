@@ -66,7 +66,8 @@ def test_tokens_are_epochs_of_what_is_prepared(monkeypatch: Any) -> None:
         {"kind": "text", "urls": ["x"], "channel": name, "weight": weight} for name, weight in (("en", 3), ("zh", 1))
     ]
     config = from_values({"data": {"sources": sources}})
-    index = {"sources": [[{"train": {"tokens": 100}}, {"train": {"tokens": 200}}], [{"train": {"tokens": 50}}]]}
+    parts = [{"train": {"tokens": n, "documents": 1}, "held": {"tokens": 0}} for n in (100, 200, 50)]
+    index = {"sources": [parts[:2], parts[2:]]}
     monkeypatch.setattr(beyond, "check_prepared", lambda _: index)
     assert beyond.epochs(config, 4000) == {"en": 10.0, "zh": 20.0}
     monkeypatch.undo()
