@@ -265,11 +265,15 @@ def collect(
     end, before = time.monotonic() + wait_s, dict[int, int]()
     while time.monotonic() < end and asked:
         now = {rank: log_size(files[rank]) for rank in asked}
-        if now == before and all(_whole(files[rank], start) for rank, start in asked.items()):
+        if now == before and all(_whole(files[rank], start) or _is_gone(workers[rank]) for rank, start in asked.items()):
             break  # nothing was added meanwhile: the main thread comes last
         before = now
         time.sleep(0.005)
     return {rank: stack for rank, start in asked.items() if (stack := parse_stack(_read(files[rank], start)))}
+
+
+def _is_gone(pid: int) -> bool:
+    return state_of(pid) in ("", "Z", "X")
 
 
 def _handles(pid: int, signum: int) -> bool:

@@ -192,20 +192,24 @@ def test_stacks_of_ranks_that_train_on_are_logged(tmp_path: Path, caplog: pytest
     assert caplog.text.count("it lasts\n  rank 7 (step -1):\n    waits_for_ever (") == 1
 
 
-def test_a_stopped_rank_is_not_waited_for_when_stacks_are_asked(tmp_path: Path) -> None:
-    says = "import faulthandler, os, signal, sys; f = open(sys.argv[1], 'w'); faulthandler.register(int(sys.argv[2]), f, all_threads=True)"
-    says += "; print(); sys.stdout.flush(); os.kill(os.getpid(), signal.SIGSTOP) if sys.argv[3] == 'stops' else signal.pause()"
+@pytest.mark.parametrize("how", ["stops", "dies"])
+def test_a_rank_that_cannot_give_its_stack_is_not_waited_for(how: str, tmp_path: Path) -> None:
+    """One that dies when it is asked is another process's child here: it stays a zombie, as one that dlrun has not reaped."""
+    says = "import faulthandler, os, signal, sys; f = open(sys.argv[1], 'w'); number = int(sys.argv[2]); how = sys.argv[3]"
+    says += "; signal.signal(number, lambda *_: os._exit(1)) if how == 'dies' else faulthandler.register(number, f, all_threads=True)"
+    says += "; print(); sys.stdout.flush(); os.kill(os.getpid(), signal.SIGSTOP) if how == 'stops' else signal.pause()"
     files = {rank: tmp_path / str(rank) for rank in (0, 1)}
     words = [[sys.executable, "-c", says, str(files[rank]), str(int(hang.STACKS_SIGNAL))] for rank in files]
     ranks = [
-        subprocess.Popen([*some, how], stdout=subprocess.PIPE)
-        for some, how in zip(words, ("waits", "stops"), strict=True)
+        subprocess.Popen([*some, one], stdout=subprocess.PIPE) for some, one in zip(words, ("waits", how), strict=True)
     ]
     try:
+        files[1].touch()
         for rank in ranks:
             assert rank.stdout is not None
             rank.stdout.readline()
-        os.waitid(os.P_PID, ranks[1].pid, os.WSTOPPED | os.WNOWAIT)
+        if how == "stops":
+            os.waitid(os.P_PID, ranks[1].pid, os.WSTOPPED | os.WNOWAIT)
         found = hang.collect({rank: one.pid for rank, one in enumerate(ranks)}, files, wait_s=1e9)
         assert [rank for rank in found if found[rank]] == [0]
     finally:
