@@ -5,7 +5,7 @@
 CHECKOUT is a checkout of github.com/argonne-lcf/dlio_benchmark: the release 2.0.0 on the package index neither fsyncs nor
 reads checkpoints. Both write the 8B model at 1/64 of its bytes from 8 processes, ten times with fsync, and read it back
 after the machine's caches were dropped (as root). They take turns. DLIO goes through torch.save and torch.load; for what
-that costs by itself, both are also run on tmpfs, where a device has no part in it: `--memory`.
+that costs alone, both are also run on tmpfs, where a device has no part in it: `--memory`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def dlio(python: Path, checkout: Path, directory: Path, checkpoints: int) -> dic
     try:
         for way, writes, reads in (("save", checkpoints, 0), ("load", 0, checkpoints)):
             with tempfile.TemporaryDirectory() as out:
-                settings = {f"workload.model.{key}": value for key, value in MODEL.items()}
+                settings: dict[str, object] = {f"workload.model.{key}": value for key, value in MODEL.items()}
                 settings |= {
                     "workload.checkpoint.checkpoint_folder": folder, "workload.checkpoint.num_checkpoints_write": writes,
                     "workload.checkpoint.num_checkpoints_read": reads, "workload.checkpoint.time_between_checkpoints": 0,

@@ -51,7 +51,7 @@ START, BACKWARD, DEVICE, LOST, TIMEOUT, ENDING, STOPPED, DISK = (
 )
 LOADING, RESTORING, STORAGE, IMPORTING = "data loading", "restoring", "storage", "importing"
 NO_CODE = "no Python code"
-"""Of a rank that gave no stack: it is in a library, busy, or ending."""
+"""Doing of a rank that gave no stack: it is in a library, busy, or ending."""
 WAITS = COLLECTIVES | {START, BACKWARD, DEVICE, LOST, TIMEOUT, ENDING}
 """Doings of a rank that only waits for the others, or has lost them."""
 MOST_BYTES = 60_000

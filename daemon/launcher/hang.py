@@ -265,7 +265,9 @@ def collect(
     end, before = time.monotonic() + wait_s, dict[int, int]()
     while time.monotonic() < end and asked:
         now = {rank: log_size(files[rank]) for rank in asked}
-        if now == before and all(_whole(files[rank], start) or _is_gone(workers[rank]) for rank, start in asked.items()):
+        if now == before and all(
+            _whole(files[rank], start) or _is_gone(workers[rank]) for rank, start in asked.items()
+        ):
             break  # nothing was added meanwhile: the main thread comes last
         before = now
         time.sleep(0.005)

@@ -16,6 +16,7 @@ import pytest
 from flashckpt.daemon.launcher import hang
 from flashckpt.daemon.launcher.agent import DlrunAgent
 from flashckpt.daemon.launcher.reporting import FailureReporter
+from flashckpt.daemon.zygote.worker import STACKS_SIGNAL
 
 RANKS = {0: 100, 1: 101, 2: 102}
 
@@ -195,11 +196,13 @@ def test_stacks_of_ranks_that_train_on_are_logged(tmp_path: Path, caplog: pytest
 @pytest.mark.parametrize("how", ["stops", "dies"])
 def test_a_rank_that_cannot_give_its_stack_is_not_waited_for(how: str, tmp_path: Path) -> None:
     """One that dies when it is asked is another process's child here: it stays a zombie, as one that dlrun has not reaped."""
-    says = "import faulthandler, os, signal, sys; f = open(sys.argv[1], 'w'); number = int(sys.argv[2]); how = sys.argv[3]"
+    says = (
+        "import faulthandler, os, signal, sys; f = open(sys.argv[1], 'w'); number = int(sys.argv[2]); how = sys.argv[3]"
+    )
     says += "; signal.signal(number, lambda *_: os._exit(1)) if how == 'dies' else faulthandler.register(number, f, all_threads=True)"
     says += "; print(); sys.stdout.flush(); os.kill(os.getpid(), signal.SIGSTOP) if how == 'stops' else signal.pause()"
     files = {rank: tmp_path / str(rank) for rank in (0, 1)}
-    words = [[sys.executable, "-c", says, str(files[rank]), str(int(hang.STACKS_SIGNAL))] for rank in files]
+    words = [[sys.executable, "-c", says, str(files[rank]), str(int(STACKS_SIGNAL))] for rank in files]
     ranks = [
         subprocess.Popen([*some, one], stdout=subprocess.PIPE) for some, one in zip(words, ("waits", how), strict=True)
     ]
