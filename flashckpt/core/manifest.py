@@ -51,6 +51,8 @@ __all__ = [
     "merge",
 ]
 
+_NO_ROWS = ShardTable.from_shards([], [])
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Manifest:
@@ -361,7 +363,7 @@ def head_from(head: Any) -> Manifest:
         rank=integer(head["rank"], least=-1),
         writers=[integer(rank) for rank in _list(head["writers"])],
         coordinates={text(name): integer(place) for name, place in _map(head["coordinates"]).items()},
-        table=ShardTable.from_shards([], []),
+        table=_NO_ROWS,
         digests=np.zeros(0, np.uint64),
         values=unpack_values(head["values"]),
         objects=[text(name) for name in _list(head["objects"])],

@@ -245,6 +245,8 @@ class OptimizerEntries:
     ) -> tuple[Replication, tuple[WriteShare, ...]]:
         known = self._box_sets.known[number]
         spread, shares = known.spread, known.shares
+        if type(param) in PLAIN_TENSORS and type(tensor) in PLAIN_TENSORS:
+            return spread, shares
         sharded = dtensor()
         if isinstance(tensor, sharded):
             own = spread_of_dtensor(tensor, self._world)
@@ -301,6 +303,8 @@ def form_of(fqn: str, param: torch.Tensor, key: str, tensor: torch.Tensor, group
 
 
 def _kind(fqn: str, param: torch.Tensor, tensor: torch.Tensor) -> str:
+    if type(param) in PLAIN_TENSORS and type(tensor) in PLAIN_TENSORS:
+        return ""
     sharded = dtensor()
     if isinstance(tensor, sharded):
         same_mesh = isinstance(param, sharded) and tensor.device_mesh == param.device_mesh
@@ -357,7 +361,7 @@ def allocate(
         like = local_of(param).detach() if kind == LOCAL else param
         made = _beside(like, dtype)
         return made.to(device) if device and not isinstance(made, dtensor()) else made
-    if isinstance(param, dtensor()) and shape and kind != PLAIN:
+    if shape and kind != PLAIN and isinstance(param, dtensor()):
         raise UnsupportedStateError(
             f"{fqn!r} has not the shape of its parameter, so its sharding is not known before the first step",
             found=str(shape),
@@ -369,7 +373,11 @@ def allocate(
 
 def _beside(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return an unfilled tensor of the shape, placement and device of another."""
-    if type(like) is dtensor() and local_of(like).device.type == like.device_mesh.device_type:
+    if (
+        type(like) not in PLAIN_TENSORS
+        and type(like) is dtensor()
+        and local_of(like).device.type == like.device_mesh.device_type
+    ):
         # Of the local part: as an operation on a DTensor it would first have to be planned, per shape and placement.
         local = _beside(local_of(like).detach(), dtype)
         return dtensor().from_local(

@@ -16,6 +16,14 @@ BLOCKS = {
     ("data.md", "from flashckpt.sampler import Mixture"): HERE,
     ("data.md", "samples = SeededSamples(dataset, seed=1)"): HERE,
     ("data.md", "ckpt.restore(step=1200)"): HERE,
+    (
+        "data.md",
+        "from flashckpt.integrations.loaders import ExactLoader",
+    ): "test_exact_loader.py::test_every_place_is_continued_from",
+    (
+        "data.md",
+        "loader = DataLoader(ckpt.keep_samples(dataset)",
+    ): "test_kept_samples.py::test_killed_and_started_with_kept_samples_the_run_is_the_unbroken_one",
     ("engine.md", "from flashckpt import Checkpointer"): HERE,
     ("engine.md", "report = ckpt.restore() or ckpt.restore(root="): HERE,
     (

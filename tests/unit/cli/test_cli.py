@@ -384,6 +384,8 @@ def test_wrong_usage_and_help(capsys: Captured) -> None:
     for name in cli.COMMANDS:
         command = cli.group.get_command(click.Context(cli.group), name)
         subcommands = list(command.commands) if isinstance(command, click.Group) else [""]
+        if name == "train":  # its parts are the trainer's own programs
+            continue
         for sub in subcommands:
             result = click.testing.CliRunner().invoke(cli.group, [name, *filter(None, [sub]), "--help"])
             assert result.exit_code == 0, result.output
@@ -450,7 +452,7 @@ def test_shell_completion_completes_commands(capsys: Captured, monkeypatch: pyte
 def test_a_checkpoint_of_a_newer_format_is_called_that_and_not_damaged(job: FakeJob, capsys: Captured) -> None:
     manifest = Path(job.root) / "step-000000020.g1/MANIFEST"
     raw = bytearray(manifest.read_bytes())
-    raw[8] = 3
+    raw[8] = 9
     manifest.write_bytes(raw)
     for command in (["inspect"], ["verify"], ["keep", "20"], ["export", "--to", "x.pt"]):
         name, *rest = command
