@@ -26,7 +26,7 @@ preflight:
 $(VENV)/.ready: pyproject.toml setup.py constraints.txt $(wildcard flashckpt/native/*.[ch]) | preflight
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[fast,trainer,data,tokenizers,test,dev,docs]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[fast,trainer,data,tokenizers,dedup,test,dev,docs]'
 	touch $@
 
 setup: $(VENV)/.ready  ## create .venv with everything pinned
