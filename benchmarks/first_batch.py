@@ -11,18 +11,21 @@ the first batch until its step is done. A digest of the first steps says that bo
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import itertools
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from processes import clean_up_on_sigterm, places, with_environment
+
+from flashckpt.bench.measure import LoadWatch, document, summarise, write_json
 
 STEPS_BEFORE = 6
 
@@ -118,18 +121,43 @@ def until(folder: Path, condition: Any) -> dict[str, Any]:
     raise RuntimeError(f"no such step within 120 s: {lines(folder)[-1:]}")
 
 
-def launch(folder: Path, kind: str, ranks: int, words: list[str]) -> subprocess.Popen[bytes]:
+def launch(folder: Path, memory: Path, kind: str, ranks: int, words: list[str]) -> subprocess.Popen[bytes]:
+    env = {**os.environ, "FLASHCKPT_SHM_DIR": str(memory)}
     command = ["-m", "flashckpt.daemon.run", "--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "9"]
     with (folder / "log").open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, *command, __file__, "--rank", str(folder), kind, *words], stdout=log, stderr=log
+            [sys.executable, *command, __file__, "--rank", str(folder), kind, *words], stdout=log, stderr=log, env=env
         )
 
 
-def kills(folder: Path, kind: str, options: argparse.Namespace) -> dict[str, list[float]]:
+def end(memory: Path) -> None:
+    """Return when no process has this memory: the persister ends last where the job was told to stop."""
+    patience = time.monotonic() + 30
+    while found := with_environment(f"FLASHCKPT_SHM_DIR={memory}"):
+        for pid in found if time.monotonic() > patience else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def kills(folder: Path, memory: Path, kind: str, options: argparse.Namespace) -> dict[str, list[float]]:
     """Kill rank 0 so many times, then all of them; return seconds by name."""
     words = [str(options.batch), str(options.workers), str(options.sample_ms / 1e3), str(options.step_ms / 1e3)]
-    job = launch(folder, kind, options.ranks, words)
+    job = launch(folder, memory, kind, options.ranks, words)
+    try:
+        found = killed_ranks(folder, job, options)
+        before = {line["pid"] for line in lines(folder)}
+        job = launch(folder, memory, kind, 1, words)
+        first = until(folder, lambda line: line["pid"] not in before)
+        found["resized"].append(first["done"] - first["asked"])
+    finally:
+        job.terminate()
+        job.wait()
+        end(memory)
+    return found
+
+
+def killed_ranks(folder: Path, job: subprocess.Popen[bytes], options: argparse.Namespace) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {name: [] for name in ("steady", "restart", "batch", "step", "resized")}
     goal, pid = STEPS_BEFORE, 0
     for _ in range(options.rounds):
@@ -147,13 +175,8 @@ def kills(folder: Path, kind: str, options: argparse.Namespace) -> dict[str, lis
     job.kill()
     job.wait()
     for number in range(options.ranks):
-        os.kill(lines(folder, number)[-1]["pid"], signal.SIGKILL)
-    before = lines(folder)[-1]["pid"]
-    job = launch(folder, kind, 1, words)
-    first = until(folder, lambda line: line["pid"] != before and line["step"] > goal)
-    found["resized"].append(first["done"] - first["asked"])
-    job.send_signal(signal.SIGTERM)
-    job.wait()
+        with contextlib.suppress(ProcessLookupError):  # they die with dlrun
+            os.kill(lines(folder, number)[-1]["pid"], signal.SIGKILL)
     return found
 
 
@@ -184,22 +207,21 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--sample-ms", type=float, default=200.0)
     parser.add_argument("--step-ms", type=float, default=600.0)
-    parser.add_argument("--json")
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    rows: dict[str, Any] = {}
+    clean_up_on_sigterm()
+    rows, load = dict[str, Any](), LoadWatch()
     for kind in ("kept", "plain"):
-        with tempfile.TemporaryDirectory(prefix=f"first-batch-{kind}-") as made:
-            folder = Path(made)
-            found = kills(folder, kind, options)
-            rows[kind] = {"seconds": found, "order": order(folder, options.ranks)}
+        with places(None) as (folder, memory):
+            timed = {name: summarise(each) for name, each in kills(folder, memory, kind, options).items()}
+            rows[kind] = {"seconds": timed, "order": order(folder, options.ranks)}
             text = ", ".join(
-                f"{name} {statistics.median(each):.2f} s [{min(each):.2f}-{max(each):.2f}]"
-                for name, each in found.items()
+                f"{name} {each.median:.2f} s [{each.min:.2f}-{each.max:.2f}]" for name, each in timed.items()
             )
             print(f"{kind:6} {text}; {rows[kind]['order']}", flush=True)
-    if args := options.json:
-        facts = {"load": os.getloadavg(), "options": vars(options), "kinds": rows}
-        Path(args).write_text(json.dumps(facts, indent=1))
+    if options.json:
+        settings = {name: value for name, value in vars(options).items() if name != "json"}
+        write_json(options.json, document("first-batch", settings, rows, load=load))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from processes import with_environment
+
 from flashckpt.bench.measure import LoadWatch, document, median, write_json
 from race import failures, score, table
 from race.disk import Disk
@@ -102,15 +104,7 @@ class Run:
 
     def processes(self) -> list[int]:
         """Return those of this run, whoever their parents are."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    if self.mark.encode() in (entry / "environ").read_bytes():
-                        found.append(int(entry.name))
-                except OSError:
-                    continue
-        return found
+        return with_environment(self.mark)
 
     def note_memory(self) -> None:
         """Keep the largest sum of what its processes hold, shared pages once."""

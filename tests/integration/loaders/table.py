@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import re
 import sys
 import tempfile
@@ -73,7 +74,11 @@ def main(pattern: str = "") -> int:
     KEPT.mkdir(parents=True, exist_ok=True)
     paths = {name: KEPT / f"{re.sub(r'[^a-z0-9]+', '-', name.lower())}.json" for name in WORKLOADS}
     bad = []
-    with tempfile.TemporaryDirectory() as folder:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryDirectory(dir="/dev/shm", ignore_cleanup_errors=True) as memory,
+    ):
+        os.environ["FLASHCKPT_SHM_DIR"] = memory  # a job that is refused keeps its state
         prepare(Path(folder) / "data")
         for name, workload in WORKLOADS.items():
             if pattern not in name:
