@@ -131,7 +131,7 @@ def launch(folder: Path, memory: Path, kind: str, ranks: int, words: list[str]) 
 
 
 def end(memory: Path) -> None:
-    """Return when no process has this memory: the persister ends last where the job was told to stop."""
+    """Return when no process has this memory: the persister ends last where the job was to stop."""
     patience = time.monotonic() + 30
     while found := with_environment(f"FLASHCKPT_SHM_DIR={memory}"):
         for pid in found if time.monotonic() > patience else ():

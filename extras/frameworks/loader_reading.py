@@ -204,19 +204,19 @@ def _does_not_move(name: str, state: Any) -> SamplerStateError:
 
 
 def _not_taken(name: str, error: Exception) -> SamplerStateError:
-    return SamplerStateError(
-        f"{name} does not take back the state that it gave",
-        found=f"{type(error).__name__}: {printable(' '.join(str(error).split())[:300])}",
-        expected="the data, the workers and the batch size of the run that was recorded",
-        state="Nothing was trained; every snapshot and checkpoint is intact.",
-        remedy=f"start it with these; or {BEGIN_AGAIN}",
-    )
+    text = printable(" ".join(str(error).split())[:300])
+    return _not_there(f"{name} does not take back the state that it gave", f"{type(error).__name__}: {text}")
 
 
 def _ended(name: str, place: DataPlace) -> SamplerStateError:
+    found = f"fewer than {place.batches} batches from the recorded state of epoch {place.epoch} on"
+    return _not_there(f"{name} ends before the place that was recorded", found)
+
+
+def _not_there(problem: str, found: str) -> SamplerStateError:
     return SamplerStateError(
-        f"{name} ends before the place that was recorded",
-        found=f"fewer than {place.batches} batches from the recorded state of epoch {place.epoch} on",
+        problem,
+        found=found,
         expected="the data, the workers and the batch size of the run that was recorded",
         state="Nothing was trained; every snapshot and checkpoint is intact.",
         remedy=f"start it with these; or {BEGIN_AGAIN}",

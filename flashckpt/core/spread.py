@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ import msgpack
 import numpy as np
 
 from flashckpt.core.digest import digest_of
-from flashckpt.core.manifest import Manifest, body_of, fields_of, frame_of, head_from
+from flashckpt.core.manifest import Manifest, body_of, fields_of, frame_of, head_from, header_of
 from flashckpt.core.manifest_header import (
     KEY,
     MAGIC,
@@ -73,18 +73,8 @@ class Spread:
     @property
     def header(self) -> ManifestHeader:
         """What a listing shows of it."""
-        head = self.head
-        return ManifestHeader(
-            job=head.job,
-            generation=head.generation,
-            step=head.step,
-            parent=head.parent,
-            world_size=head.world_size,
-            writers=len(head.writers),
-            tensors=len(self.outline.fqns),
-            nbytes=self.outline.nbytes,
-            suspects=len(self.outline.suspects),
-        )
+        one = self.outline
+        return replace(header_of(self.head), tensors=len(one.fqns), nbytes=one.nbytes, suspects=len(one.suspects))
 
     def near(self, wanted: ShardTable) -> list[IndexEntry]:
         """Return the indexes of ranks that hold an element of some row of `wanted`."""
