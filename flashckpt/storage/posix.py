@@ -361,6 +361,7 @@ def _is_gone(error: OSError, path: Path) -> bool:
     if error.errno not in (errno.ESTALE, errno.EIO, errno.EBADF):  # the last: its server has ended since
         return False
     try:
+        _open_folder(path.parent)  # or NFS answers the next call from what it kept of the folder
         path.lstat()
     except FileNotFoundError:
         return True

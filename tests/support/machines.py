@@ -38,10 +38,21 @@ def refusal() -> str:
     with tempfile.TemporaryDirectory(prefix="nfs-") as folder:
         command = [KERNEL, "mem=64M", f"uml_dir={folder}", "rootfstype=hostfs", "rootflags=/", "ro", "init=/bin/true"]
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False, timeout=100
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False, timeout=100,
+            env=environment(Path(folder)),
         )  # fmt: skip
     said = done.stdout.decode(errors="replace")
-    return "" if "Run /bin/true as init process" in said else (said.strip().splitlines() or ["nothing is said"])[-1]
+    return "" if "init! exitcode=0x00000000" in said else (said.strip().splitlines() or ["nothing is said"])[-1]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Return the environment of machines whose files are in `folder`: processors with AMX are too wide without it."""
+    library = folder / "wide_registers.so"
+    compiler = shutil.which("cc")
+    if compiler and not library.exists():
+        source = str(Path(__file__).with_name("wide_registers.c"))
+        subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", str(library), source], check=True)
+    return {**os.environ, **({"LD_PRELOAD": str(library)} if compiler else {})}
 
 
 class Cable:
@@ -78,7 +89,7 @@ class Machine:
         with self.log.open("ab") as log, theirs:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                pass_fds=[theirs.fileno(), *(end.fileno() for end, _ in plugs)], env={**os.environ, "TMPDIR": _room(folder)},
+                pass_fds=[theirs.fileno(), *(end.fileno() for end, _ in plugs)], env={**environment(folder), "TMPDIR": _room(folder)},
             )  # fmt: skip
 
     def ready(self, deadline_s: float = 150) -> None:

@@ -183,7 +183,7 @@ def test_file_that_is_deleted_while_it_is_open_is_no_object(nfs: Nfs, version: s
     assert version in VERSIONS
     nfs.call("put", nfs.folder, "old/file")
     assert nfs.call("delete_while_open", nfs.folder, "old/file") == []
-    assert not nfs.on_server("-type f")
+    wait_for(lambda: not nfs.on_server("-type f"), what="the client to remove what was open")
 
 
 @versions
