@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -39,6 +40,7 @@ def pythons() -> list[str]:
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[JobDirectory]:
     """A job directory in the machine's real memory tier: only there are segments blocks with a name."""
     monkeypatch.delenv("FLASHCKPT_SHM_DIR")
+    was_there = (SHM / f"flashckpt-{os.getuid()}").exists()
     directory = JobDirectory.open(f"test-{uuid.uuid4().hex[:12]}")
     yield directory
     directory.hold_live().close()
@@ -46,6 +48,9 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[JobDirectory]:
     shutil.rmtree(directory.path, ignore_errors=True)
     for left in SHM.glob(f"flashckpt-{os.getuid()}-{directory.job}-*"):
         left.unlink()
+    if not was_there:
+        with contextlib.suppress(OSError):  # another job has begun in it
+            directory.path.parent.rmdir()
 
 
 @pytest.fixture
