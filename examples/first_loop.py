@@ -15,20 +15,17 @@ x = torch.randn(4096, 16)
 data = TensorDataset(x, x.sum(dim=1, keepdim=True))
 model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Dropout(0.1), torch.nn.Linear(64, 1))
 optimizer = torch.optim.AdamW(model.parameters())
-accumulation = 2  # micro-batches of 16; a global batch is all that one optimizer step trains, on all ranks
-sampler = ElasticSampler(data, dp_rank=0, dp_size=1, global_batch_size=16 * accumulation, seed=0)
-loader = DataLoader(data, batch_size=16, sampler=sampler)
+sampler = ElasticSampler(data, dp_rank=0, dp_size=1, global_batch_size=32, seed=0)
+loader = DataLoader(data, batch_size=32, sampler=sampler)
 
 with Checkpointer("out/first", snapshot_every=5, persist_every=100, keep_last=3) as ckpt:
     ckpt.track(model=model, optimizer=optimizer, sampler=sampler, rng=True)
     report = ckpt.restore()  # None on a fresh start
     step = report.step if report else 0  # steps are counted over all epochs
     for epoch in sampler.epochs(3):
-        for micro, (inputs, targets) in enumerate(loader, start=1):
+        for inputs, targets in loader:
             loss = torch.nn.functional.mse_loss(model(inputs), targets)
-            (loss / accumulation).backward()
-            if micro % accumulation:
-                continue
+            loss.backward()
             optimizer.step()  # waits for the copy if it is still running
             optimizer.zero_grad()
             step += 1
