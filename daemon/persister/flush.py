@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from flashckpt.checkpoint.indexes import put_indexes
@@ -16,6 +17,7 @@ from flashckpt.checkpoint.sweeping import is_full, make_room
 from flashckpt.checkpoint.writer import PersistOptions, write_packs
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.core.superblock import MIN_SLOTS
 from flashckpt.daemon.machine.logs import log_context
 from flashckpt.daemon.persister.protocol import Cause, WriteFailed, WriteFinished
 from flashckpt.errors import DamagedError, DisagreementError, FlashckptError, PersistError, ShardGapError, StoreError
@@ -58,6 +60,7 @@ class Flush:
         self._freed: int | None = None
         self._futures: dict[int, Future[None]] | None = None
         self._indexes: dict[int, Manifest] = {}
+        self._durable = {rank: dict[int, str]() for rank in pins}
         self._wanted = set[int]()
         self._is_claimed = self._is_indexed = False
         self._commit: Future[object] | None = None
@@ -68,11 +71,12 @@ class Flush:
     def start(self, store: Store, ranks: Iterable[int]) -> None:
         """Begin an attempt to write the slots of `ranks`; the one before it has ended.
 
-        Where only the index failed, the packs are not written again; where the index was written, they were found damaged.
+        What is durable is not written again; where the index was written, it was found damaged.
         """
         ranks = tuple(ranks)
         if self._is_indexed:
             self._indexes = {rank: index for rank, index in self._indexes.items() if rank not in ranks}
+            self._durable |= {rank: {} for rank in ranks}
         self._is_claimed = self._is_indexed = False
         self._wanted.update(ranks)
         self._futures = {rank: self._pool.submit(self._persist, store, rank) for rank in ranks}
@@ -125,7 +129,9 @@ class Flush:
         gone = not all(pinned.is_current() for pinned in self.pins.values())
         if gone or not isinstance(error, DamagedError | PersistError):
             return Cause.FINAL
-        return Cause.DAMAGED if isinstance(error, DamagedError) else Cause.INCOMPLETE
+        if isinstance(error, DamagedError):  # what was given back cannot be written again
+            return Cause.DAMAGED if all(pinned.kept is None for pinned in self.pins.values()) else Cause.FINAL
+        return Cause.INCOMPLETE
 
     @property
     def is_begun(self) -> bool:
@@ -154,7 +160,10 @@ class Flush:
             if not pinned.is_current():
                 raise PersistError(f"the snapshot of rank {rank}, step {step}, was abandoned")
             if rank not in self._indexes:
-                index = self._with_room(store, lambda: write_packs(pinned, store, prefix, options=self._options))
+                write = partial(write_packs, pinned, store, prefix, options=self._options, done=self._durable[rank])
+                if pinned.spec.slots <= MIN_SLOTS:  # training has no other slot: it may follow behind what is durable
+                    write = partial(write, keep_only=pinned.keep_only)
+                index = self._with_room(store, write)
                 nbytes = int(index.table.nbytes.sum())
                 _log.info(
                     "wrote %.1f MB in %d packs in %.2f s", nbytes / 1e6, len(index.objects), time.monotonic() - started

@@ -40,6 +40,7 @@ from flashckpt.errors import (
     PersistError,
     SharedMemoryError,
 )
+from flashckpt.native.guarding import kept_maps
 from flashckpt.shm.acks import whole_job
 from flashckpt.shm.gc import take_away
 from flashckpt.shm.inventory import Identity, NodeInventory, scan
@@ -160,6 +161,7 @@ class Daemon:
         with log_context(generation=record.number, step=max(view.complete(), default=(0, 0))[1]):
             self._persist(self.persisting, view, record, urgent=urgent)
             retire(view, record, self.persisting.committed)
+            kept_maps.let_go()
         self._answer(self.persisting, view)
         committed = None if self.persisting is None else self.persisting.committed
         self.extensions.turn(config, view, record, committed)
