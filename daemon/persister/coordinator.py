@@ -68,6 +68,7 @@ class PersistCoordinator:
         on_commit: Called when a snapshot was committed, before its slots are released.
         send: Gives the ranks a message to carry to the other nodes.
         see: Returns the node's slots as they are now, to a thread too; None: a turn knows those it began with.
+        wake: Called, in a thread, when a turn has something to do.
 
     Attributes:
         negotiation: All decisions.
@@ -83,9 +84,10 @@ class PersistCoordinator:
         on_commit: Callable[[NodeInventory], None] | None = None,
         send: Callable[[NodeMessage], None] = lambda _: None,
         see: Callable[[], NodeInventory] | None = None,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
         self.config = config
-        self._on_commit, self._send = on_commit, send
+        self._on_commit, self._send, self._wake = on_commit, send, wake
         self.negotiation = Negotiation(config.node_count, config.persist_every or 1)
         self.flush: Flush | None = None
         self.committed_s: float | None = None
@@ -340,7 +342,7 @@ class PersistCoordinator:
         identity = intent.identity
         if self.flush is None:  # before the root is asked for: the pins are the flush's even where that fails
             options = PersistOptions(compression=self.config.compression)
-            self.flush = Flush(identity, self._pins.pop(identity, {}), options, self._policy)
+            self.flush = Flush(identity, self._pins.pop(identity, {}), options, self._policy, self._wake)
             self._begun_s = time.monotonic()
         self.flush.start(self._connected(), ranks)
 

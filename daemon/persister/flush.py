@@ -44,6 +44,7 @@ class Flush:
         pins: Leases on the slots of this node's writers, by rank; may lack ranks whose index is already there.
         options: Passed to `persist_slot`.
         policy: Which checkpoints stay when the root is full: the others make room, once for this snapshot.
+        wake: Called when work in the background has ended.
 
     Attributes:
         started_s: time.monotonic() when it was made.
@@ -51,12 +52,19 @@ class Flush:
         error: The first error of the last attempt.
     """
 
-    def __init__(self, identity: SnapshotId, pins: dict[int, Pin], options: PersistOptions, policy: Policy) -> None:
+    def __init__(
+        self,
+        identity: SnapshotId,
+        pins: dict[int, Pin],
+        options: PersistOptions,
+        policy: Policy,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
         self.identity, self.pins = identity, pins
         self.started_s = time.monotonic()
         self.persisted_bytes = 0
         self.error: Exception | None = None
-        self._options, self._policy = options, policy
+        self._options, self._policy, self._wake = options, policy, wake
         self._freed: int | None = None
         self._futures: dict[int, Future[None]] | None = None
         self._indexes: dict[int, Manifest] = {}
@@ -80,6 +88,8 @@ class Flush:
         self._is_claimed = self._is_indexed = False
         self._wanted.update(ranks)
         self._futures = {rank: self._pool.submit(self._persist, store, rank) for rank in ranks}
+        for future in self._futures.values():
+            future.add_done_callback(lambda _: self._wake())
 
     def result(self) -> WriteFinished | WriteFailed | None:
         """Return how the present attempt ended, once; None while it is running, or where none was begun."""
@@ -103,6 +113,7 @@ class Flush:
         if self._commit is None:
             self._is_wanted, is_over = True, threading.Event()
             self._commit = self._pool.submit(self._work, work, is_over)
+            self._commit.add_done_callback(lambda _: self._wake())
             is_over.wait(QUICK_S)
         if not self._commit.done():
             return False

@@ -194,6 +194,10 @@ def _write_each(
 ) -> None:
     """Write packs, the next one begun when all bytes of one are read: its fsync, or the end of its upload, costs no time."""
     todo = [(number, pack) for number, pack in packs if number not in done]
+    if len(todo) == 1:
+        number, pack = todo[0]
+        durable(number, writer.write(number, pack, threading.Event()))
+        return
     with ThreadPoolExecutor(2, thread_name_prefix="flashckpt-pack") as pool:
         under_way: deque[tuple[int, Future[str]]] = deque()
         for number, pack in todo:
