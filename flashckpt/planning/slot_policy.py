@@ -34,16 +34,16 @@ def choose_slot(
         return min(free, key=lambda i: (headers[i].sequence, i))
     newest_common = max(common, default=None)
     old = [
-        i
-        for i, h in enumerate(headers)
+        (identity, i)
+        for i, identity in enumerate([h.identity for h in headers])
         if i not in pinned
         and (
-            (newest_common is not None and h.identity < newest_common)
-            or h.identity in unrecoverable
-            or (superseded is not None and h.identity <= superseded)
+            (newest_common is not None and identity < newest_common)
+            or identity in unrecoverable
+            or (superseded is not None and identity <= superseded)
         )
     ]
-    return min(old, key=lambda i: (headers[i].identity, i), default=None)
+    return min(old, default=(None, None))[1]
 
 
 class GiveBackRate:

@@ -56,7 +56,7 @@ class Lease:
 
     def release(self, byte: int, nbytes: int = 1) -> None:
         """Release bytes."""
-        if self.fd >= 0:
+        if self._cell[0] >= 0:
             self._set(fcntl.F_UNLCK, byte, nbytes)
 
     def held_by_other(self, byte: int) -> bool:
@@ -66,7 +66,7 @@ class Lease:
     def first_held(self, byte: int, nbytes: int) -> tuple[int, int] | None:
         """Return the first range that another lease holds of these bytes, whole, as (start, stop); takes nothing."""
         request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, nbytes, 0)
-        kind, _, start, size, _ = _FLOCK.unpack(fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, request))
+        kind, _, start, size, _ = _FLOCK.unpack(fcntl.fcntl(self._cell[0], fcntl.F_OFD_GETLK, request))
         return None if kind == fcntl.F_UNLCK else (start, start + size)
 
     def close(self) -> None:
@@ -76,7 +76,7 @@ class Lease:
 
     def _set(self, kind: int, byte: int, nbytes: int = 1) -> bool:
         try:
-            fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, nbytes, 0))
+            fcntl.fcntl(self._cell[0], fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, nbytes, 0))
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EACCES):
                 return False

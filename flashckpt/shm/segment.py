@@ -322,6 +322,7 @@ class Segment:
             put=partial(self._put_header, slot),
             release=partial(self._end, slot),
             still_read=partial(self.still_read, slot),
+            follows=stop > start,
         )
 
     def mark_empty(self, slot: int) -> None:

@@ -357,7 +357,7 @@ class RankSegments:
 
         There is none either where the file was cut short: what is written to it could never be read. Another one is made then.
         """
-        segment = self.segment
+        segment = self._reservation.segment
         assert segment is not None, "ask has_slot first"
         if segment.is_cut_short:
             assert self._replace_again is not None, "there is a segment"
@@ -397,7 +397,7 @@ class RankSegments:
 
     def complete(self) -> list[SnapshotId]:
         """Return the identities of this rank's COMPLETE slots, in all its segments on this node."""
-        segment = self.segment
+        segment = self._reservation.segment
         found = {h.identity for h in segment.headers() if h.is_complete} if segment is not None else set()
         for path in self._directory.segments():
             if segment is not None and path == segment.path:

@@ -191,7 +191,7 @@ class Stager:
         buffer = Buffer(writer.data)
         try:
             snapshot = Snapshot(request, plan, writer, buffer, captured.read, [], started_s=started)
-            if writer.still_read() != (0, 0):
+            if writer.follows:
                 snapshot.following = Following(writer.still_read)
             try:
                 check_slot(plan.end, len(writer.data), request.id.step)
@@ -283,9 +283,11 @@ class Stager:
             started = time.thread_time()
             try:
                 if not snapshot.is_copied_here:
-                    before = CoreTime.now()
+                    # those of a device are never copied in step(), and small ones are over before it matters
+                    counts = not snapshot.plan.uses_device and snapshot.plan.end >= Crowding.LEAST_BYTES
+                    before = CoreTime.now() if counts else None
                     self._copy(snapshot)
-                    if not snapshot.plan.uses_device:  # those of a device are never copied in step()
+                    if counts:
                         snapshot.found_full = self._crowding.saw(before, CoreTime.now(), snapshot.plan.end)
                 if snapshot.error is None:
                     self._conclude(snapshot)
