@@ -4,7 +4,7 @@ The slot lies in shared memory and is pinned, read, verified and written by the 
 running job; the bare write has its bytes mapped already: O_DIRECT, fallocate, fsync, as many threads. CPU of the whole process,
 which other work on the machine changes little. "digest" and "map" are what the two stages take alone.
 
-    .venv/bin/python benchmarks/persist_cpu.py [--mb 256] [--rounds 9] [--folder DIR] [--json FILE]
+    .venv/bin/python benchmarks/persist_cpu.py [--mb 256] [--rounds 9] [--folder DIR] [--shm DIR] [--json FILE]
 """
 
 from __future__ import annotations
@@ -127,11 +127,12 @@ def main() -> None:
     parser.add_argument("--mb", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--shm", default="/dev/shm", help="a tmpfs: with huge pages, or without")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     load = LoadWatch()
     rows: dict[str, list[dict[str, float]]] = {}
-    shm = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    shm = Path(tempfile.mkdtemp(dir=arguments.shm))
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         segment = made(shm / "bench.seg", arguments.mb << 20)
         ways = Ways(segment, Path(folder))
@@ -151,7 +152,7 @@ def main() -> None:
         f"persist / raw, CPU: {ratio:.2f}; {medians['mapped_each_time']['cpu_s_per_gb'] / medians['raw']['cpu_s_per_gb']:.2f} mapped each time"
     )
     if arguments.json:
-        given = {"mb": arguments.mb, "rounds": arguments.rounds}
+        given = {"mb": arguments.mb, "rounds": arguments.rounds, "shm": arguments.shm}
         write_json(
             arguments.json,
             document("persist_cpu", given, {"medians": medians, "ratio": ratio, "rounds": rows}, load=load),

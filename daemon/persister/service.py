@@ -155,7 +155,9 @@ class Daemon:
         if self.persisting is None or self.persisting.config != config:
             if self.persisting is not None:
                 self.persisting.close()
-            self.persisting = PersistCoordinator(config, self._report_commit, self._messages.send, self._see, self._wakeup.wake)
+            self.persisting = PersistCoordinator(
+                config, self._report_commit, self._messages.send, self._see, self._wakeup.wake
+            )
         self._scrapes.turn(job=config.job, node=config.node)
         view = self._see()
         urgent = self._urgent(self.persisting, view, alive=alive)

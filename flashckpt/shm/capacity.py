@@ -132,6 +132,22 @@ def _mounts(proc: Path, version: int) -> list[tuple[str, str]]:
     return found
 
 
+def huge_pages(path: Path, *, proc: Path = Path("/proc")) -> str:
+    """Return when the tmpfs of a folder gives huge pages, as its mount says: "never", "always", "within_size" or "advise"."""
+    found, longest = "never", -1
+    for line in _read(proc / "self" / "mountinfo").splitlines():
+        left, _, right = line.partition(" - ")
+        fields, options = left.split(), right.split()[-1:]
+        mount = Path(fields[4].replace("\\040", " ")) if len(fields) > 4 else None
+        if mount is not None and len(mount.parts) >= longest and (mount == path or mount in path.parents):
+            longest = len(mount.parts)
+            asked = [
+                one.removeprefix("huge=") for part in options for one in part.split(",") if one.startswith("huge=")
+            ]
+            found = asked[0] if asked and right.startswith("tmpfs ") else "never"
+    return found
+
+
 def _room_v2(folder: Path) -> Capacity | None:
     limit = _read(folder / "memory.max").strip()
     if not limit or limit == "max":

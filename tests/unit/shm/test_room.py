@@ -221,3 +221,17 @@ def test_the_refusal_says_how_many_slots_fit_and_what_they_cost() -> None:
     assert "slots=3), 30.00 GiB; " in refused(4, 35 * gib)
     assert "2 slots of 10.00 GiB are the least" in refused(3, 19 * gib)
     assert "2 slots of 10.00 GiB are the least" in refused(2, 19 * gib)
+
+
+def test_huge_pages_are_said_of_the_innermost_mount(tmp_path: Path) -> None:
+    write(
+        tmp_path / "proc/self/mountinfo",
+        "20 1 0:20 / / rw - ext4 /dev/vda rw,huge=always\n"
+        "27 20 0:25 / /dev/shm rw shared:3 - tmpfs tmpfs rw,size=9k\n"
+        "28 27 0:39 / /dev/shm/large rw - tmpfs tmpfs rw,size=9k,huge=within_size,inode64\n",
+    )
+    asked = {
+        place: capacity.huge_pages(Path(place), proc=tmp_path / "proc")
+        for place in ("/dev/shm/job", "/dev/shm/large/job", "/dev/shm/larger", "/home")
+    }
+    assert list(asked.values()) == ["never", "within_size", "never", "never"]
