@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import cast
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.memory import bytes_of, request_of, restorable, shards_of, spec_of, take
+from support.memory import bytes_of, killed_at, request_of, restorable, shards_of, spec_of, take
 
 from flashckpt.checkpoint.writer import PersistOptions, write_packs
 from flashckpt.core.digest import chunk_digests
@@ -173,3 +174,40 @@ def test_a_copy_follows_behind_the_persist_and_ends_with_it(tmp_path: Path) -> N
 
 def test_storage_that_fails_behind_a_copy_is_tried_again_with_what_is_still_there(tmp_path: Path) -> None:
     assert run(tmp_path / "s", [*LATER, "take", "copy", "storage fails"]).overlapped > 1
+
+
+@pytest.mark.parametrize("pack", range(1, 6))
+def test_a_persister_killed_behind_each_pack_leaves_the_slot_to_training(tmp_path: Path, pack: int) -> None:
+    """SIGKILL: the kernel takes back what it kept, and the snapshot that follows is whole at once."""
+    path = tmp_path / "s"
+    one = TwoSlots(path, [])
+    kept = tmp_path / "kept"
+
+    def persist() -> None:
+        pin = Segment.attach(path).pin(0)
+        assert pin is not None
+
+        def keep_only(start: int, stop: int) -> None:
+            pin.keep_only(start, stop)
+            kept.write_text(f"{start} {stop}")
+
+        write_packs(pin, cast("Store", Sink()), "c", options=PACK, keep_only=keep_only)
+
+    killed_at(f"persist.after-pack:{pack}", persist)
+    start, stop = map(int, kept.read_text().split())
+    assert (stop > start) == (pack < 6), "each pack gives some of it back, the last one all"
+    assert one.segment.still_read(0) == (0, 0)
+    take(one.segment, 0, 3, sizes=SIZES)
+    assert restorable(path) == [2, 3]
+    one.segment.close()
+
+
+class Sink:
+    """A store that keeps nothing."""
+
+    url = "sink://root"
+
+    def put_object(self, key: str, parts: Iterable[memoryview], nbytes: int | None = None) -> None:
+        del key, nbytes
+        for _ in parts:
+            pass
