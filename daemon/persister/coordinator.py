@@ -28,7 +28,7 @@ from flashckpt.checkpoint.intents import (
 )
 from flashckpt.checkpoint.retention import Policy
 from flashckpt.checkpoint.root_records import MANIFEST, prefix_of
-from flashckpt.checkpoint.writer import PersistOptions, commit
+from flashckpt.checkpoint.writer import PersistOptions, commit, put_hint
 from flashckpt.core.intent import Intent, NodeMessage
 from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
@@ -105,6 +105,7 @@ class PersistCoordinator:
         self._seeker = Seeker(self._see)
         self._record = Generation(number=0)
         self._error: Exception | None = None
+        self._to_hint = ""  # the checkpoint that this node created, until LATEST names it
         self._begun_s = float("-inf")  # when the last persist began
 
     # -- what the loop calls --------------------------------------------------------------------------------
@@ -349,6 +350,9 @@ class PersistCoordinator:
     def _end_write(self, identity: SnapshotId, outcome: Outcome) -> None:
         if outcome is Outcome.COMMITTED and self._on_commit is not None:
             self._on_commit(self._view)
+        if self._to_hint:
+            put_hint(self._connected(), self._to_hint)
+            self._to_hint = ""
         if outcome is not Outcome.COMMITTED:
             self._begun_s = float("-inf")
         release(self._pins.pop(identity, {}))
@@ -373,7 +377,7 @@ class PersistCoordinator:
         assert self.flush is not None
         store, prefix = self._connected(), prefix_of(*intent.identity)
         try:
-            if not self.flush.commits(lambda is_wanted: commit(store, prefix, intent.writers, is_wanted=is_wanted)):
+            if not self.flush.commits(lambda is_wanted: self._create(store, prefix, intent, is_wanted)):
                 return p.CommitRuns()
         except FencedError:  # swept: there is a tombstone in place of MANIFEST
             return p.TombstoneFound()
@@ -381,3 +385,8 @@ class PersistCoordinator:
             self._error = error  # raised once the negotiation knows of it
             return p.CommitFailed(self.flush.cause_of(error), problem_of(error))
         return p.Committed()
+
+    def _create(self, store: Store, prefix: str, intent: Intent, is_wanted: Callable[[], bool]) -> None:
+        """Commit, in the background; what is only for people is written once those who wait were answered."""
+        if commit(store, prefix, intent.writers, is_wanted=is_wanted, hints=False):
+            self._to_hint = prefix

@@ -143,7 +143,14 @@ def write_packs(
     return index_manifest(manifest, packs, [names[number] for number in range(len(packs))])
 
 
-def commit(store: Store, prefix: str, writers: Sequence[int], *, is_wanted: Callable[[], bool] = lambda: True) -> bool:
+def commit(
+    store: Store,
+    prefix: str,
+    writers: Sequence[int],
+    *,
+    is_wanted: Callable[[], bool] = lambda: True,
+    hints: bool = True,
+) -> bool:
     """Make the checkpoint exist: verify every writer's index and packs, merge, create MANIFEST.
 
     May be called by several processes, and again after a crash: exactly one creates MANIFEST.
@@ -153,6 +160,8 @@ def commit(store: Store, prefix: str, writers: Sequence[int], *, is_wanted: Call
         prefix: Folder of the checkpoint.
         writers: Ranks whose indexes make it up.
         is_wanted: Asked before MANIFEST is created: that of many ranks takes long, and another may have taken it over.
+
+        hints: Write LATEST, too; else `put_hint` is called later, by who has said first that the checkpoint exists.
 
     Returns:
         True where this call created MANIFEST; False where an equal checkpoint was already committed.
@@ -179,11 +188,17 @@ def commit(store: Store, prefix: str, writers: Sequence[int], *, is_wanted: Call
             remedy="it is retried; if this persists, look for another program that deletes in the root",
         )
     crash_point("persist.after-manifest")
+    if hints:
+        put_hint(store, prefix)
+    return True
+
+
+def put_hint(store: Store, prefix: str) -> None:
+    """Write LATEST, which only people read."""
     try:
         store.put(LATEST, f"{prefix}\n".encode())
     except FlashckptError:
         _log.debug("LATEST was not written; it is a hint only", exc_info=True)
-    return True
 
 
 def _write_each(

@@ -30,11 +30,11 @@ _P, _C, _S, _L = "daemon/persister", "flashckpt/checkpoint", "flashckpt/shm", "f
 MUTANTS = [
     # slots
     Mutant("M1: the newest common slot is overwritten", f"{_L}/slot_policy.py",
-           "h.identity < newest_common)", "h.identity <= newest_common)"),
+           "identity < newest_common)", "identity <= newest_common)"),
     Mutant("M1: what nobody else holds yet counts as old", f"{_L}/slot_policy.py",
            "newest_common = max(common, default=None)", "newest_common = max((h.identity for h in headers), default=None)"),
     Mutant("M1: superseded slots up to the next step", f"{_L}/slot_policy.py",
-           "h.identity <= superseded)", "h.identity.generation <= superseded.generation + 1)"),
+           "identity <= superseded)", "identity.generation <= superseded.generation + 1)"),
     Mutant("a pin does not keep a slot", f"{_S}/segment.py",
            "if slot in self._writing or not self._lease.exclusive(1 + slot):", "if slot in self._writing:"),
     Mutant("a slot is never let go", f"{_S}/segment.py",
@@ -147,7 +147,7 @@ MUTANTS = [
     Mutant("other writers are waited for without end", f"{_P}/persist.py",
            "if now_s - self.written_s > patience_s:", "if False:"),
     Mutant("the writers of a commit are those here", f"{_P}/coordinator.py",
-           "commit(store, prefix, intent.writers, is_wanted=is_wanted)",
+           "commit(store, prefix, intent.writers, is_wanted=is_wanted, hints=False)",
            "commit(store, prefix, sorted(self.flush.pins), is_wanted=is_wanted)"),
     Mutant("the index before the packs", f"{_P}/flush.py",
            "completes = not self._is_claimed and self._indexes.keys() >= self._wanted",
