@@ -56,8 +56,7 @@ class GiveBackRate:
     MARGIN = 0.5
     """Of the time until the fence, so much may pass until all is given back."""
 
-    def __init__(self) -> None:
-        self._since_s: float | None = None
+    _since_s: float | None = None
 
     def whole(self, now_s: float) -> None:
         """Record that no slot is given back in part now."""
