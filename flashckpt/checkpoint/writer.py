@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -221,11 +222,15 @@ def _write_each(
                 durable(first, future.result())
             is_read = threading.Event()
             future = pool.submit(writer.write, number, pack, is_read)
-            future.add_done_callback(lambda _, is_read=is_read: is_read.set())
+            future.add_done_callback(partial(_release, is_read))
             under_way.append((number, future))
             is_read.wait()
         for number, future in under_way:
             durable(number, future.result())
+
+
+def _release(event: threading.Event, _: Future[str]) -> None:
+    event.set()
 
 
 class _PackWriter:
