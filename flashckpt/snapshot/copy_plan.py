@@ -160,7 +160,8 @@ class CopyPlan:
 
     def may_follow(self, start: int, stop: int) -> bool:
         """Whether all that is written in `step()` lies outside [start, stop) of the slot, and the rest is copied by the host."""
-        return not self.uses_device and bool(are_free(*self._at_once, start, stop).all())
+        offset, nbytes = self._at_once
+        return not self.uses_device and bool(are_free(offset, nbytes, start, stop).all())
 
     @cached_property
     def rows_compared(self) -> Ints:

@@ -106,7 +106,7 @@ def test_a_fence_that_comes_before_gives_the_snapshot_up_and_training_waits_for_
     ckpt, _, optimizer = started(tmp_path / "root")
     begun = seen(monkeypatch)
     failures: list[Exception] = []
-    ckpt.on_failure = failures.append  # type: ignore[method-assign,assignment]
+    ckpt.on_failure = failures.append
     with persisted(1) as pin:
         pin.keep_only(PAGE, pin.nbytes - PAGE)
         ckpt.step(3)
