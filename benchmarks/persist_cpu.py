@@ -87,7 +87,7 @@ class Ways:
         shutil.rmtree(self.folder / "c")
 
     def mapped_each_time(self) -> None:
-        """The same where a slot is mapped anew for each persist."""
+        """The same where a slot is mapped again for each persist."""
         with mock.patch.object(lease, "kept_maps", GuardedMap):
             self.persist()
 
