@@ -28,7 +28,7 @@ from flashckpt.checkpoint.intents import (
 )
 from flashckpt.checkpoint.retention import Policy
 from flashckpt.checkpoint.root_records import MANIFEST, prefix_of
-from flashckpt.checkpoint.writer import PersistOptions, commit
+from flashckpt.checkpoint.writer import PersistOptions, commit, put_hint
 from flashckpt.core.intent import Intent, NodeMessage
 from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
@@ -68,6 +68,7 @@ class PersistCoordinator:
         on_commit: Called when a snapshot was committed, before its slots are released.
         send: Gives the ranks a message to carry to the other nodes.
         see: Returns the node's slots as they are now, to a thread too; None: a turn knows those it began with.
+        wake: Called, in a thread, when a turn has something to do.
 
     Attributes:
         negotiation: All decisions.
@@ -83,9 +84,10 @@ class PersistCoordinator:
         on_commit: Callable[[NodeInventory], None] | None = None,
         send: Callable[[NodeMessage], None] = lambda _: None,
         see: Callable[[], NodeInventory] | None = None,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
         self.config = config
-        self._on_commit, self._send = on_commit, send
+        self._on_commit, self._send, self._wake = on_commit, send, wake
         self.negotiation = Negotiation(config.node_count, config.persist_every or 1)
         self.flush: Flush | None = None
         self.committed_s: float | None = None
@@ -103,6 +105,7 @@ class PersistCoordinator:
         self._seeker = Seeker(self._see)
         self._record = Generation(number=0)
         self._error: Exception | None = None
+        self._to_hint = ""  # the checkpoint that this node created, until LATEST names it
         self._begun_s = float("-inf")  # when the last persist began
 
     # -- what the loop calls --------------------------------------------------------------------------------
@@ -340,13 +343,16 @@ class PersistCoordinator:
         identity = intent.identity
         if self.flush is None:  # before the root is asked for: the pins are the flush's even where that fails
             options = PersistOptions(compression=self.config.compression)
-            self.flush = Flush(identity, self._pins.pop(identity, {}), options, self._policy)
+            self.flush = Flush(identity, self._pins.pop(identity, {}), options, self._policy, self._wake)
             self._begun_s = time.monotonic()
         self.flush.start(self._connected(), ranks)
 
     def _end_write(self, identity: SnapshotId, outcome: Outcome) -> None:
         if outcome is Outcome.COMMITTED and self._on_commit is not None:
             self._on_commit(self._view)
+        if self._to_hint:
+            put_hint(self._connected(), self._to_hint)
+            self._to_hint = ""
         if outcome is not Outcome.COMMITTED:
             self._begun_s = float("-inf")
         release(self._pins.pop(identity, {}))
@@ -371,7 +377,7 @@ class PersistCoordinator:
         assert self.flush is not None
         store, prefix = self._connected(), prefix_of(*intent.identity)
         try:
-            if not self.flush.commits(lambda is_wanted: commit(store, prefix, intent.writers, is_wanted=is_wanted)):
+            if not self.flush.commits(lambda is_wanted: self._create(store, prefix, intent, is_wanted)):
                 return p.CommitRuns()
         except FencedError:  # swept: there is a tombstone in place of MANIFEST
             return p.TombstoneFound()
@@ -379,3 +385,8 @@ class PersistCoordinator:
             self._error = error  # raised once the negotiation knows of it
             return p.CommitFailed(self.flush.cause_of(error), problem_of(error))
         return p.Committed()
+
+    def _create(self, store: Store, prefix: str, intent: Intent, is_wanted: Callable[[], bool]) -> None:
+        """Commit, in the background; what is only for people is written once those who wait were answered."""
+        if commit(store, prefix, intent.writers, is_wanted=is_wanted, hints=False):
+            self._to_hint = prefix

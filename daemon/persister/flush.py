@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from flashckpt.checkpoint.indexes import put_indexes
@@ -16,6 +17,7 @@ from flashckpt.checkpoint.sweeping import is_full, make_room
 from flashckpt.checkpoint.writer import PersistOptions, write_packs
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.core.superblock import MIN_SLOTS
 from flashckpt.daemon.machine.logs import log_context
 from flashckpt.daemon.persister.protocol import Cause, WriteFailed, WriteFinished
 from flashckpt.errors import DamagedError, DisagreementError, FlashckptError, PersistError, ShardGapError, StoreError
@@ -42,6 +44,7 @@ class Flush:
         pins: Leases on the slots of this node's writers, by rank; may lack ranks whose index is already there.
         options: Passed to `persist_slot`.
         policy: Which checkpoints stay when the root is full: the others make room, once for this snapshot.
+        wake: Called when work in the background has ended.
 
     Attributes:
         started_s: time.monotonic() when it was made.
@@ -49,15 +52,23 @@ class Flush:
         error: The first error of the last attempt.
     """
 
-    def __init__(self, identity: SnapshotId, pins: dict[int, Pin], options: PersistOptions, policy: Policy) -> None:
+    def __init__(
+        self,
+        identity: SnapshotId,
+        pins: dict[int, Pin],
+        options: PersistOptions,
+        policy: Policy,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
         self.identity, self.pins = identity, pins
         self.started_s = time.monotonic()
         self.persisted_bytes = 0
         self.error: Exception | None = None
-        self._options, self._policy = options, policy
+        self._options, self._policy, self._wake = options, policy, wake
         self._freed: int | None = None
         self._futures: dict[int, Future[None]] | None = None
         self._indexes: dict[int, Manifest] = {}
+        self._durable = {rank: dict[int, str]() for rank in pins}
         self._wanted = set[int]()
         self._is_claimed = self._is_indexed = False
         self._commit: Future[object] | None = None
@@ -68,14 +79,17 @@ class Flush:
     def start(self, store: Store, ranks: Iterable[int]) -> None:
         """Begin an attempt to write the slots of `ranks`; the one before it has ended.
 
-        Where only the index failed, the packs are not written again; where the index was written, they were found damaged.
+        What is durable is not written again; where the index was written, it was found damaged.
         """
         ranks = tuple(ranks)
         if self._is_indexed:
             self._indexes = {rank: index for rank, index in self._indexes.items() if rank not in ranks}
+            self._durable |= {rank: {} for rank in ranks}
         self._is_claimed = self._is_indexed = False
         self._wanted.update(ranks)
         self._futures = {rank: self._pool.submit(self._persist, store, rank) for rank in ranks}
+        for future in self._futures.values():
+            future.add_done_callback(lambda _: self._wake())
 
     def result(self) -> WriteFinished | WriteFailed | None:
         """Return how the present attempt ended, once; None while it is running, or where none was begun."""
@@ -99,6 +113,7 @@ class Flush:
         if self._commit is None:
             self._is_wanted, is_over = True, threading.Event()
             self._commit = self._pool.submit(self._work, work, is_over)
+            self._commit.add_done_callback(lambda _: self._wake())
             is_over.wait(QUICK_S)
         if not self._commit.done():
             return False
@@ -125,7 +140,9 @@ class Flush:
         gone = not all(pinned.is_current() for pinned in self.pins.values())
         if gone or not isinstance(error, DamagedError | PersistError):
             return Cause.FINAL
-        return Cause.DAMAGED if isinstance(error, DamagedError) else Cause.INCOMPLETE
+        if isinstance(error, DamagedError):  # what was given back cannot be written again
+            return Cause.DAMAGED if all(pinned.kept is None for pinned in self.pins.values()) else Cause.FINAL
+        return Cause.INCOMPLETE
 
     @property
     def is_begun(self) -> bool:
@@ -154,7 +171,10 @@ class Flush:
             if not pinned.is_current():
                 raise PersistError(f"the snapshot of rank {rank}, step {step}, was abandoned")
             if rank not in self._indexes:
-                index = self._with_room(store, lambda: write_packs(pinned, store, prefix, options=self._options))
+                write = partial(write_packs, pinned, store, prefix, options=self._options, done=self._durable[rank])
+                if pinned.spec.slots <= MIN_SLOTS:  # training has no other slot: it may follow behind what is durable
+                    write = partial(write, keep_only=pinned.keep_only)
+                index = self._with_room(store, write)
                 nbytes = int(index.table.nbytes.sum())
                 _log.info(
                     "wrote %.1f MB in %d packs in %.2f s", nbytes / 1e6, len(index.objects), time.monotonic() - started

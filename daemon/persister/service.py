@@ -40,6 +40,7 @@ from flashckpt.errors import (
     PersistError,
     SharedMemoryError,
 )
+from flashckpt.native.guarding import kept_maps
 from flashckpt.shm.acks import whole_job
 from flashckpt.shm.gc import take_away
 from flashckpt.shm.inventory import Identity, NodeInventory, scan
@@ -55,7 +56,7 @@ SCAN_S = 1.0
 LEAST_S = 0.03
 """Least seconds between two turns, each of which costs 2.5 ms of CPU with 8 ranks: below 8 % of a core at worst."""
 BUSY_S = 0.05
-"""Seconds between two looks while a flush is running."""
+"""Seconds between two looks while other nodes are waited for; the end of this node's own writes wakes the daemon."""
 _log = logging.getLogger("flashckpt.daemon")
 __all__ = ["Daemon", "DaemonTimeouts", "main"]
 
@@ -99,10 +100,11 @@ class Daemon:
             self._introduce()
             while not self._safe_turn():
                 turn_over(self.directory.path / LOG_NAME)
-                flushing = self.persisting is not None and self.persisting.flush is not None and not self.error
-                turned_s = time.monotonic()
-                self._wakeup.wait(BUSY_S if flushing else SCAN_S)
-                time.sleep(max(0.0, turned_s + LEAST_S - time.monotonic()))  # eight ranks make eight events
+                turned_s, flush = time.monotonic(), None if self.persisting is None else self.persisting.flush
+                waits = flush is not None and not flush.is_writing and not self.error
+                self._wakeup.wait(BUSY_S if waits else SCAN_S)
+                if flush is None or not flush.is_begun or flush.is_writing:
+                    time.sleep(max(0.0, turned_s + LEAST_S - time.monotonic()))  # eight ranks make eight events
         except BaseException:
             self.close()
             raise
@@ -153,13 +155,16 @@ class Daemon:
         if self.persisting is None or self.persisting.config != config:
             if self.persisting is not None:
                 self.persisting.close()
-            self.persisting = PersistCoordinator(config, self._report_commit, self._messages.send, self._see)
+            self.persisting = PersistCoordinator(
+                config, self._report_commit, self._messages.send, self._see, self._wakeup.wake
+            )
         self._scrapes.turn(job=config.job, node=config.node)
         view = self._see()
         urgent = self._urgent(self.persisting, view, alive=alive)
         with log_context(generation=record.number, step=max(view.complete(), default=(0, 0))[1]):
             self._persist(self.persisting, view, record, urgent=urgent)
             retire(view, record, self.persisting.committed)
+            kept_maps.let_go()
         self._answer(self.persisting, view)
         committed = None if self.persisting is None else self.persisting.committed
         self.extensions.turn(config, view, record, committed)

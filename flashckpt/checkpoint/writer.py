@@ -13,8 +13,11 @@ import mmap
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -87,14 +90,26 @@ def persist_slot(pin: PinnedSlot, store: Store, prefix: str, *, options: Persist
     return index
 
 
-def write_packs(pin: PinnedSlot, store: Store, prefix: str, *, options: PersistOptions | None = None) -> Manifest:
+def write_packs(
+    pin: PinnedSlot,
+    store: Store,
+    prefix: str,
+    *,
+    options: PersistOptions | None = None,
+    done: dict[int, str] | None = None,
+    keep_only: Callable[[int, int], None] = lambda _start, _stop: None,
+) -> Manifest:
     """Write the rows of one pinned slot that this rank writes (replica 0); return its index, for `put_indexes`.
+
+    The last pack is written first: the small rows at a slot's end are those that the next snapshot writes at once.
 
     Args:
         pin: The leased slot.
         store: The root.
         prefix: Folder of the checkpoint, `step-000000120.g3`.
         options: Sizes and compression.
+        done: Names of the packs that an earlier attempt made durable, by number; those of this one are added.
+        keep_only: Called after each pack with the bytes of the slot that are still needed, [start, stop): the others are durable.
 
     Raises:
         DamagedError: A byte of the slot does not match its digest; no index is written.
@@ -105,21 +120,38 @@ def write_packs(pin: PinnedSlot, store: Store, prefix: str, *, options: PersistO
     manifest = pin.manifest()
     packs = plan_packs(manifest.table, pin.nbytes, options.pack_bytes)
     writer = _PackWriter(store, prefix, manifest, pin, options)
+    names = {} if done is None else done
+
+    def durable(number: int, name: str) -> None:
+        pin.check_whole()
+        names[number] = name
+        left = [pack.runs for other, pack in enumerate(packs) if other not in names]
+        keep_only(min((runs[0][0] for runs in left), default=0), max((runs[-1][1] for runs in left), default=0))
+        crash_point("persist.after-pack")
+
     try:
-        names = [writer.write(number, pack) for number, pack in enumerate(packs)]
+        _write_each(
+            writer, [(number % len(packs), packs[number]) for number in range(-1, len(packs) - 1)], names, durable
+        )
     except (RootError, StoreError):
         pin.check_whole()  # where memory went away under a write, the storage only knows of a bad address
         raise
-    pin.check_whole()
     if not pin.is_current():
         raise PersistError(
             f"the snapshot of step {manifest.step} was abandoned while rank {manifest.rank} was being persisted",
             state="No index was written; its packs are swept later.",
         )
-    return index_manifest(manifest, packs, names)
+    return index_manifest(manifest, packs, [names[number] for number in range(len(packs))])
 
 
-def commit(store: Store, prefix: str, writers: Sequence[int], *, is_wanted: Callable[[], bool] = lambda: True) -> bool:
+def commit(
+    store: Store,
+    prefix: str,
+    writers: Sequence[int],
+    *,
+    is_wanted: Callable[[], bool] = lambda: True,
+    hints: bool = True,
+) -> bool:
     """Make the checkpoint exist: verify every writer's index and packs, merge, create MANIFEST.
 
     May be called by several processes, and again after a crash: exactly one creates MANIFEST.
@@ -129,6 +161,8 @@ def commit(store: Store, prefix: str, writers: Sequence[int], *, is_wanted: Call
         prefix: Folder of the checkpoint.
         writers: Ranks whose indexes make it up.
         is_wanted: Asked before MANIFEST is created: that of many ranks takes long, and another may have taken it over.
+
+        hints: Write LATEST, too; else `put_hint` is called later, by who has said first that the checkpoint exists.
 
     Returns:
         True where this call created MANIFEST; False where an equal checkpoint was already committed.
@@ -155,11 +189,48 @@ def commit(store: Store, prefix: str, writers: Sequence[int], *, is_wanted: Call
             remedy="it is retried; if this persists, look for another program that deletes in the root",
         )
     crash_point("persist.after-manifest")
+    if hints:
+        put_hint(store, prefix)
+    return True
+
+
+def put_hint(store: Store, prefix: str) -> None:
+    """Write LATEST, which only people read."""
     try:
         store.put(LATEST, f"{prefix}\n".encode())
     except FlashckptError:
         _log.debug("LATEST was not written; it is a hint only", exc_info=True)
-    return True
+
+
+def _write_each(
+    writer: _PackWriter,
+    packs: Sequence[tuple[int, Pack]],
+    done: Collection[int],
+    durable: Callable[[int, str], None],
+) -> None:
+    """Write packs, the next one begun when all bytes of one are read: its fsync, or the end of its upload, costs no time."""
+    todo = [(number, pack) for number, pack in packs if number not in done]
+    if len(todo) == 1:
+        number, pack = todo[0]
+        durable(number, writer.write(number, pack, threading.Event()))
+        return
+    with ThreadPoolExecutor(2, thread_name_prefix="flashckpt-pack") as pool:
+        under_way: deque[tuple[int, Future[str]]] = deque()
+        for number, pack in todo:
+            while len(under_way) == 2 or (under_way and under_way[0][1].done()):
+                first, future = under_way.popleft()
+                durable(first, future.result())
+            is_read = threading.Event()
+            future = pool.submit(writer.write, number, pack, is_read)
+            future.add_done_callback(partial(_release, is_read))
+            under_way.append((number, future))
+            is_read.wait()
+        for number, future in under_way:
+            durable(number, future.result())
+
+
+def _release(event: threading.Event, _: Future[str]) -> None:
+    event.set()
 
 
 class _PackWriter:
@@ -173,21 +244,22 @@ class _PackWriter:
         self._options = options
         self._codec = parse_compression(options.compression)
 
-    def write(self, number: int, pack: Pack) -> str:
-        """Write one pack; return its object name."""
+    def write(self, number: int, pack: Pack, is_read: threading.Event) -> str:
+        """Write one pack; return its object name. Sets `is_read` when nothing more of the slot is to be read."""
         codec = self._choose(pack) if self._options.compression == "auto" else self._codec
         name = pack_name(self._manifest.rank, number, COMPRESSED_SUFFIX if codec else PACK_SUFFIX)
         key = f"{self._prefix}/{name}"
         if codec is None:
             stream = SlotParts(self._slot, self._manifest, pack, parts_of(pack, self._slot), self._buffers)
             begin = time.monotonic()
-            self._store.put_object(key, stream, pack.nbytes)
+            self._store.put_object(key, _ThenSet(stream, is_read), pack.nbytes)
             _upload_bytes_s[self._store.url] = pack.nbytes / max(time.monotonic() - begin, 1e-6)
         else:
             frames = plan_frames(self._manifest.table, pack)
             ranges = tuple((frame.start, frame.stop) for frame in frames)
             stream = SlotParts(self._slot, self._manifest, pack, ranges, self._buffers)
-            self._store.put_object(key, compressed_parts(stream, frames, codec, threads=self._options.threads))
+            parts = compressed_parts(stream, frames, codec, threads=self._options.threads)
+            self._store.put_object(key, _ThenSet(parts, is_read))
         return name
 
     def _choose(self, pack: Pack) -> Codec | None:
@@ -300,6 +372,18 @@ class Buffers:
         array = np.frombuffer(memory, np.uint8)
         weakref.finalize(array, self._free.append, memory)  # append: atomic, may run in any thread and within `take`
         return array.data
+
+
+@dataclass(frozen=True, slots=True)
+class _ThenSet:
+    """Parts, and an event that is set behind the last one."""
+
+    parts: Iterable[memoryview]
+    event: threading.Event
+
+    def __iter__(self) -> Iterator[memoryview]:
+        yield from self.parts
+        self.event.set()
 
 
 @dataclass(frozen=True, slots=True)

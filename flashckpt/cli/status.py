@@ -24,10 +24,11 @@ from flashckpt.core.records import pack
 from flashckpt.errors import FlashckptError, PersistError
 from flashckpt.native import IMPLEMENTATIONS, implementation
 from flashckpt.printable import printable
+from flashckpt.shm.capacity import huge_pages
 from flashckpt.shm.control import ControlRow, ControlView
 from flashckpt.shm.incident_files import incidents_in
 from flashckpt.shm.inventory import scan
-from flashckpt.shm.job_directory import JobDirectory, jobs_in_memory
+from flashckpt.shm.job_directory import JobDirectory, jobs_in_memory, memory_root
 from flashckpt.shm.job_id import root_url
 from flashckpt.shm.segment import Segment
 
@@ -45,6 +46,7 @@ def status(root: str | None, options: tuple[str, ...], job: str | None, everythi
     restarts by cause, steps lost, goodput.
     The newest verdicts are shown of incidents that ended a generation (docs/incidents.md).
     `copied_by` is what copies memory: the C part, and its level, or python; of a job, what its ranks use, else what this installation would.
+    `huge_pages` is when the memory of the slots is in huge pages, as its tmpfs is mounted: never, always, within_size, advise.
     Exit code 40 if persisting fails for one of them.
 
     Examples:
@@ -56,6 +58,7 @@ def status(root: str | None, options: tuple[str, ...], job: str | None, everythi
     left_alone = tell_skipped(skipped)
     found = [describe(directory) for directory in directories if job in (None, directory.job)]
     document: dict[str, Any] = {"jobs": found, "left_alone": left_alone, "copied_by": implementation()}
+    document["huge_pages"] = huge = huge_pages(memory_root().resolve())
     records: list[SessionRecord] = []
     incidents: list[Incident] = []
     if root is not None:
@@ -67,7 +70,7 @@ def status(root: str | None, options: tuple[str, ...], job: str | None, everythi
         document |= {"root": root, "history": summary(records) | {"records": sessions}}
 
     def shown() -> Group | Table:
-        jobs = table(found, implementation()) if everything else page(found, implementation())
+        jobs = table(found, implementation()) if everything else page(found, implementation(), huge)
         if root is None:
             return jobs
         lines = in_short(records) + [f"{one.time[:19]} {one.verdict}" for one in incidents[-MOST_VERDICTS:]]

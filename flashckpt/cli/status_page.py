@@ -26,7 +26,7 @@ MOST_VERDICTS = 3
 Job = Mapping[str, Any]
 
 
-def page(found: Sequence[Job], copied_by: str) -> Group:
+def page(found: Sequence[Job], copied_by: str, huge: str) -> Group:
     """Return all jobs: one block for each that runs, and one for all that do not."""
     lines: list[str] = []
     for one in found:
@@ -36,7 +36,8 @@ def page(found: Sequence[Job], copied_by: str) -> Group:
     lines += _dead(dead) if dead else []
     if not found:
         lines.append("no job in this machine's memory; flashckpt status ROOT reads what a root remembers")
-    lines.append(f"this installation copies memory by: {copied_by}")
+    allow = "; mount -o remount,huge=within_size /dev/shm allows them" if huge == "never" else ""
+    lines.append(f"this installation copies memory by: {copied_by}; huge pages for slots: {huge}{allow}")
     return Group(*(Text(printable(line), overflow="fold") for line in lines))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import os
+import threading
 from typing import Any
 
 import numpy as np
@@ -52,3 +54,42 @@ class GuardedMap(mmap.mmap):
         number, self._number = self._number, -1
         if number >= 0 and _c is not None:  # None: while the interpreter ends
             _c.unguard(number)
+
+
+class KeptMaps:
+    """Mappings that stay from one use to the next: to map and unmap the pages of a slot costs as much CPU as to digest them.
+
+    They keep the memory of a file that was removed: whoever uses them calls `let_go` now and then.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, int, int], tuple[GuardedMap, int]] = {}
+        self._lock = threading.Lock()
+
+    def of(self, fd: int, nbytes: int, offset: int) -> GuardedMap | None:
+        """As `GuardedMap.of`, or the mapping that was made before of the same bytes, if nothing of it was lost."""
+        status = os.fstat(fd)
+        key = status.st_dev, status.st_ino, offset
+        with self._lock:
+            kept = self._made.get(key)
+            if kept is not None and len(kept[0]) == nbytes and not kept[0].is_lost:
+                return kept[0]
+            made = GuardedMap.of(fd, nbytes, offset)
+            self._drop(key)
+            if made is not None:
+                self._made[key] = made, os.dup(fd)
+            return made
+
+    def let_go(self) -> None:
+        """Forget what was mapped of files that have no name any more; what is still in use stays until it is not."""
+        with self._lock:
+            for key in [key for key, (_, fd) in self._made.items() if not os.fstat(fd).st_nlink]:
+                self._drop(key)
+
+    def _drop(self, key: tuple[int, int, int]) -> None:
+        if (kept := self._made.pop(key, None)) is not None:
+            os.close(kept[1])
+
+
+kept_maps = KeptMaps()
+"""Of this process."""

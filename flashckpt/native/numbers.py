@@ -64,17 +64,19 @@ def figures_of_rows(table: ShardTable, chunks: npt.NDArray[np.void]) -> TensorFi
 def _narrowed(values: Floats) -> npt.NDArray[np.float32]:
     """Return float32 in which what was finite still is."""
     most = np.finfo(np.float32).max
-    return np.where(np.isfinite(values), np.clip(values, -most, most), values).astype(np.float32)
+    narrow = values.astype(np.float32)
+    wide = np.isinf(narrow) & np.isfinite(values)
+    narrow[wide] = np.copysign(most, values[wide])
+    return narrow
 
 
 def largest(kinds: npt.NDArray[np.uint8], tops: npt.NDArray[np.uint64]) -> Floats:
     """Return the magnitude that each pattern is; infinity for one that is not finite, -1 where the kind is 0."""
     found = np.full(len(kinds), -1.0)
-    for kind in range(1, len(_WIDTHS)):
-        rows = np.flatnonzero(kinds == kind)
-        if rows.size:
-            finite = tops[rows] < _FIRST_NAN[kind]
-            found[rows] = np.where(finite, _values(kind, np.where(finite, tops[rows], 0)), np.inf)
+    for kind in {*kinds.tolist()} - {0}:
+        rows = kinds == kind
+        finite = tops[rows] < _FIRST_NAN[kind]
+        found[rows] = np.where(finite, _values(kind, np.where(finite, tops[rows], 0)), np.inf)
     return found
 
 

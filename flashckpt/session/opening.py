@@ -199,7 +199,7 @@ class Opening:
             "snapshots: %d slots%s of %.1f MB for each of %d ranks, about %.1f MB of this node's memory, in %s; copied by: %s%s%s",
             slots, fallback, need.slot_bytes / 1e6, ranks, total / 1e6, self.directory.path, implementation(),
             "" if pin_for is None else f"; page-locked for each rank: {locked(slots * need.data_bytes)}",
-            "; with two slots snapshots are skipped while a checkpoint is being written" if slots == 2 else "",
+            "; with two slots snapshots are skipped while bytes of a checkpoint are being written" if slots == 2 else "",
             is_shown=self.tracked.world.rank == 0,
         )  # fmt: skip
         if self.tracked.world.rank == 0 and (place := place_of(self.settings.root, self.settings.storage_options)):

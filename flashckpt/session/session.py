@@ -22,6 +22,7 @@ from flashckpt.shm.agent_folder import agent_folder
 from flashckpt.shm.control import CLOSED, PHASES
 from flashckpt.shm.logged_values import MOST_NAME, LoggedValue, append
 from flashckpt.snapshot.copy_plan import CopyPlan, CurrentPlan
+from flashckpt.snapshot.following import StillPersistedError
 from flashckpt.snapshot.stager import Snapshot, Stager, StaleWatch
 from flashckpt.state import samplers
 from flashckpt.state.samplers import Commits
@@ -68,6 +69,8 @@ class Session:
         )
         self._last_step, self._stepped_at, self._optimizer_steps = self._row.step, 0, 0
         self._pauses, self._pause_lock = 0, threading.Lock()
+        self._left_s: float | None = None
+        self._window_s = 0.0
         self._has_taken, self._refused = self.outcome.report is not None, set[str]()
         self._is_removed = self._is_suspect = False
         self._note_restored()
@@ -123,6 +126,7 @@ class Session:
         try:
             self._step(number, began, is_wanted=persist or self._control.stop_after == number)
         finally:  # last: from here on the copy thread wants the GIL, and would get it wherever this thread reads a file
+            self._left_s = time.perf_counter()
             self._stager.hand_over()
 
     def _step(self, step: int, began: float, *, is_wanted: bool) -> None:
@@ -139,10 +143,11 @@ class Session:
         if not is_due and not self._skips.is_retry(step, unrecoverable=self._unrecoverable):
             self._plans.bind()
             return
+        self._came_to_fence(began)
         self._stager.finish()
         self.stats["finish_s"] += time.perf_counter() - began
         self._skips.tried(step, is_due=is_due)
-        if not self._take(step):
+        if not self._take(step, window_s=0.0 if is_wanted else self._window_s):
             self._await_slot(step) if is_wanted else self._skip(step)
         self._committed.look()
         self.stats["call_s"] += time.perf_counter() - began
@@ -159,8 +164,8 @@ class Session:
             self.heartbeat()
             time.sleep(_POLL_S)
 
-    def _take(self, step: int) -> bool:
-        """Begin a snapshot of the present state; False, at once, where no slot can be written now."""
+    def _take(self, step: int, *, window_s: float = 0.0) -> bool:
+        """Begin a snapshot of the present state; False, at once, where no slot can be written now, or within `window_s`."""
         self.tracked.unread.clear()  # training is on its way: what a source says now is where it is
         try:
             plan, captured = self._plans.of(self.tracked.capture())
@@ -183,7 +188,9 @@ class Session:
         )
         known = self._watermark.known()
         self._skips.saw(known.common)
-        writer = self.memory.begin(request, known=known, superseded=self.outcome.superseded)
+        writer = self.memory.begin(
+            request, known=known, superseded=self.outcome.superseded, follows=plan.may_follow, window_s=window_s
+        )
         if writer is None:
             return False
         if request.persist:
@@ -213,12 +220,15 @@ class Session:
 
     def _skip(self, step: int) -> None:
         late = not self.memory.has_slot
-        self.stats["skipped"] += 1
-        self.stats["late" if late else "busy"] += 1
+        self._count_skip("late" if late else "busy")
         why = "its memory is still being reserved" if late else "every slot holds a snapshot that is still needed"
         self._skips.skipped(step, why)
         # published: ranks that lost different snapshots would keep each other's slots for ever
         self._watermark.publish(self.memory.complete(), low_watermark=SnapshotId(self.outcome.record.number, step))
+
+    def _count_skip(self, why: str) -> None:
+        self.stats["skipped"] += 1
+        self.stats[why] += 1
 
     def _count_plan(self) -> None:
         self.stats["plans"] += 1
@@ -295,10 +305,13 @@ class Session:
     def _failed(self, snapshot: Snapshot, error: Exception) -> None:
         if snapshot.needs_other_plan:
             self._plans.failed(snapshot.plan)
-        self.stats["discarded"] += 1
         request = snapshot.request
         self._wanted.discarded(request.id, error, persist=request.persist)
         self._watermark.publish(self.memory.complete(), low_watermark=request.id)
+        if isinstance(error, StillPersistedError):  # not a failure: with two slots there is no other place
+            self._count_skip("busy")
+            return
+        self.stats["discarded"] += 1
         _log.error(
             "[gen %d | rank %d | step %d] snapshot discarded: %s",
             request.id.generation, request.rank, request.id.step, error,
@@ -315,8 +328,14 @@ class Session:
     def fence(self) -> None:
         """As `Checkpointer.fence`."""
         began = time.perf_counter()
+        self._came_to_fence(began)
         self._stager.fence()
         self.stats["fence_s"] += time.perf_counter() - began
+
+    def _came_to_fence(self, now_s: float) -> None:
+        """Note how long training lets a copy take: from the end of `step()` to the first fence."""
+        if self._left_s is not None:
+            self._window_s, self._left_s = now_s - self._left_s, None
 
     @property
     def should_stop(self) -> bool:

@@ -7,6 +7,7 @@ import resource
 from dataclasses import dataclass
 from pathlib import Path
 
+from flashckpt.core.superblock import MIN_SLOTS
 from flashckpt.errors import SharedMemoryError
 
 _NO_LIMIT = 1 << 60  # cgroup v1 writes "no limit" as a huge number
@@ -29,15 +30,15 @@ def capacities(path: Path, *, proc: Path = Path("/proc")) -> list[Capacity]:
     return sorted(found, key=lambda room: room.nbytes)
 
 
-def require_capacity(path: Path, need: int, *, what: str, proc: Path = Path("/proc")) -> None:
-    """Raise SharedMemoryError if `need` bytes do not fit under `path`; reserves nothing.
+def require_capacity(path: Path, need: int, *, what: str, slots: int = 0, proc: Path = Path("/proc")) -> None:
+    """Raise SharedMemoryError if `need` bytes, of `slots` slots where it is of slots, do not fit under `path`; reserves nothing.
 
     The error names need, free space, what limits it, and the remedies.
     """
     refuse_file_limit(need, what=what)
     least = capacities(path, proc=proc)[0]
     if need > least.nbytes:
-        raise insufficient_memory(path, need, least, what=what)
+        raise insufficient_memory(path, need, least, what=what, slots=slots)
 
 
 def refuse_file_limit(need: int, *, what: str) -> None:
@@ -53,8 +54,8 @@ def refuse_file_limit(need: int, *, what: str) -> None:
         )
 
 
-def insufficient_memory(path: Path, need: int, least: Capacity, *, what: str) -> SharedMemoryError:
-    """Return the error for `need` bytes that do not fit into `least`."""
+def insufficient_memory(path: Path, need: int, least: Capacity, *, what: str, slots: int = 0) -> SharedMemoryError:
+    """Return the error for `need` bytes that do not fit into `least`; of `slots` slots, where it is of slots."""
     gib = -(-need // (1 << 30)) + 1
     return SharedMemoryError(
         f"too little host memory for the snapshots of {what}",
@@ -63,11 +64,25 @@ def insufficient_memory(path: Path, need: int, least: Capacity, *, what: str) ->
         state="Nothing of this job was kept in memory; snapshots of other jobs are untouched.",
         remedy=(
             "list the jobs in memory: flashckpt status; free the memory of a dead one: flashckpt gc --job NAME --apply; "
-            "or use fewer slots: Checkpointer(..., slots=2); or enlarge the file system: "
+            f"{_what_fits(need, least.nbytes, slots)}or enlarge the file system: "
             f"mount -o remount,size={gib}G {path.anchor}dev/shm (docker: --shm-size={gib}g, Kubernetes: a memory "
             "emptyDir on /dev/shm and a higher memory limit)"
         ),
     )  # fmt: skip
+
+
+def _what_fits(need: int, room: int, slots: int) -> str:
+    """Say how many slots would fit in place of `slots`, and what that costs."""
+    if not slots:
+        return ""
+    gib, fit = need / slots / 2**30, min(room * slots // need, slots - 1)
+    if fit < MIN_SLOTS:
+        return (
+            f"{MIN_SLOTS} slots of {gib:.2f} GiB are the least, one whole while the next is written: fewer bytes per node fit,"
+            " with the state cut over more nodes; "
+        )
+    cost = "" if fit > MIN_SLOTS else ", snapshots pause until the bytes of a checkpoint are on storage"
+    return f"or take what fits: Checkpointer(..., slots={fit}), {fit * gib:.2f} GiB{cost}; "
 
 
 def cgroup_capacities(*, proc: Path = Path("/proc")) -> list[Capacity]:
@@ -114,6 +129,22 @@ def _mounts(proc: Path, version: int) -> list[tuple[str, str]]:
             continue
         if (version == 2 and kind == "cgroup2") or (version == 1 and kind == "cgroup" and "memory" in options):
             found.append((fields[3], fields[4].replace("\\040", " ")))
+    return found
+
+
+def huge_pages(path: Path, *, proc: Path = Path("/proc")) -> str:
+    """Return when the tmpfs of a folder gives huge pages, as its mount says: "never", "always", "within_size" or "advise"."""
+    found, longest = "never", -1
+    for line in _read(proc / "self" / "mountinfo").splitlines():
+        left, _, right = line.partition(" - ")
+        fields, options = left.split(), right.split()[-1:]
+        mount = Path(fields[4].replace("\\040", " ")) if len(fields) > 4 else None
+        if mount is not None and len(mount.parts) >= longest and (mount == path or mount in path.parents):
+            longest = len(mount.parts)
+            asked = [
+                one.removeprefix("huge=") for part in options for one in part.split(",") if one.startswith("huge=")
+            ]
+            found = asked[0] if asked and right.startswith("tmpfs ") else "never"
     return found
 
 
@@ -179,6 +210,7 @@ def slots_for(need_bytes: int, free_bytes: int, wanted: int | None, *, replica_b
         need_bytes * least,
         Capacity(nbytes=free_bytes, limit="the tmpfs, the machine or a cgroup"),
         what=f"{least} slots per rank",
+        slots=least,
     )
 
 

@@ -23,6 +23,7 @@ from flashckpt.core.manifest import Manifest, decode_manifest
 from flashckpt.core.superblock import PAGE, SegmentSpec, SlotHeader, newest_copy
 from flashckpt.errors import DamagedError
 from flashckpt.native import GuardedMap
+from flashckpt.native.guarding import kept_maps
 from flashckpt.shm.private import open_file
 
 _FLOCK = struct.Struct("hhqqi")  # l_type, l_whence, l_start, l_len, l_pid: native alignment of struct flock
@@ -49,29 +50,33 @@ class Lease:
         """Try to lock one byte for this lease alone; False if another lease holds it."""
         return self._set(fcntl.F_WRLCK, byte)
 
-    def shared(self, byte: int) -> bool:
-        """Try to lock one byte together with other sharers; False if it is held exclusively."""
-        return self._set(fcntl.F_RDLCK, byte)
+    def shared(self, byte: int, nbytes: int = 1) -> bool:
+        """Try to lock bytes together with other sharers; False if one is held exclusively."""
+        return self._set(fcntl.F_RDLCK, byte, nbytes)
 
-    def release(self, byte: int) -> None:
-        """Release one byte."""
-        if self.fd >= 0:
-            self._set(fcntl.F_UNLCK, byte)
+    def release(self, byte: int, nbytes: int = 1) -> None:
+        """Release bytes."""
+        if self._cell[0] >= 0:
+            self._set(fcntl.F_UNLCK, byte, nbytes)
 
     def held_by_other(self, byte: int) -> bool:
         """Return whether another lease holds the byte, shared or exclusively; takes nothing."""
-        request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
-        answer = fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, request)
-        return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+        return self.first_held(byte, 1) is not None
+
+    def first_held(self, byte: int, nbytes: int) -> tuple[int, int] | None:
+        """Return the first range that another lease holds of these bytes, whole, as (start, stop); takes nothing."""
+        request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, nbytes, 0)
+        kind, _, start, size, _ = _FLOCK.unpack(fcntl.fcntl(self._cell[0], fcntl.F_OFD_GETLK, request))
+        return None if kind == fcntl.F_UNLCK else (start, start + size)
 
     def close(self) -> None:
         """End every lock of this lease."""
         _OPEN.discard(self)
         _close(self._cell)
 
-    def _set(self, kind: int, byte: int) -> bool:
+    def _set(self, kind: int, byte: int, nbytes: int = 1) -> bool:
         try:
-            fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
+            fcntl.fcntl(self._cell[0], fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, nbytes, 0))
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EACCES):
                 return False
@@ -107,10 +112,18 @@ os.register_at_fork(before=_GUARD.acquire, after_in_parent=_GUARD.release, after
 # -- A reader's lease on one slot. Reads only what digests confirm; a pin keeps the bytes, never proves them -------
 
 
+def extents_at(slot: int) -> int:
+    """Return the byte whose lock stands for the first one of a slot's data area, far behind the end of every file."""
+    return (1 + slot) << 56
+
+
 class Pin:
     """A shared lease on a COMPLETE slot: its owner does not overwrite it until `close()` or the end of this process.
 
+    It may give the slot back piece by piece (`keep_only`): then the owner writes its next snapshot where nothing is kept.
+
     Attributes:
+        kept: The bytes of the data area that are still kept, as (start, stop), once some were given back; None before.
         slot: Slot number.
         header: The COMPLETE header.
         spec: Of the segment.
@@ -120,6 +133,8 @@ class Pin:
     def __init__(self, path: Path, spec: SegmentSpec, fd: int, *, slot: int, header: SlotHeader, lease: Lease) -> None:
         """Made by `Segment.pin`. Takes over `fd` (not the lease's: mmap keeps a duplicate, and with it the lock)."""
         self.path, self.spec, self._fd, self.slot, self.header, self._lease = path, spec, fd, slot, header, lease
+        self.kept: tuple[int, int] | None = None
+        self._manifest: Manifest | None = None
         self._data: mmap.mmap | None = None
         self._view: memoryview | None = None
         self._guarded: GuardedMap | None = None
@@ -154,7 +169,15 @@ class Pin:
         return raw
 
     def manifest(self) -> Manifest:
-        """Return the verified manifest, which agrees with its slot; errors as `manifest_bytes`."""
+        """Return the verified manifest, which agrees with its slot; errors as `manifest_bytes`.
+
+        It is read once: the owner may write over it when some of the slot was given back.
+        """
+        if self._manifest is None:
+            self._manifest = self._read_manifest()
+        return self._manifest
+
+    def _read_manifest(self) -> Manifest:
         manifest, header = decode_manifest(self.manifest_bytes()), self.header
         found = (*manifest.identity, manifest.rank, manifest.world_size, manifest.objects)
         if found != (*header.identity, header.rank, header.world_size, []):
@@ -177,14 +200,36 @@ class Pin:
         )
 
     def is_current(self) -> bool:
-        """Whether the header is still the one that was pinned (not rolled back meanwhile)."""
+        """Whether the snapshot was not rolled back: the header is the one that was pinned, or that of a newer one in its place."""
         page = os.pread(self._fd, PAGE, self.spec.header_at(self.slot))
         if page == self._page:
             return True
-        if newest_copy(page)[0] != self.header:
+        header = newest_copy(page)[0]
+        if header != self.header and (self.kept is None or header.identity <= self.header.identity):
             return False
         self._page = page
         return True
+
+    def keep_only(self, start: int, stop: int) -> None:
+        """Give all of the data area but [start, stop) back to the slot's owner, for good; later calls only keep less.
+
+        The bytes are held before the slot is let go, and the kernel lets go of both with this process.
+        """
+        at = extents_at(self.slot)
+        if self.kept is None:
+            self.manifest()
+            if stop > start and not self._lease.shared(at + start, stop - start):
+                return  # cannot be: who writes the slot holds its byte, as this lease does
+            self.kept = start, stop
+            self._lease.release(1 + self.slot)
+            return
+        first, last = self.kept
+        low, high = (start, stop) if stop > start else (last, last)
+        if low > first:
+            self._lease.release(at + first, low - first)
+        if last > high:
+            self._lease.release(at + high, last - high)
+        self.kept = start, stop
 
     @property
     def nbytes(self) -> int:
@@ -225,7 +270,7 @@ class Pin:
         lead = at % mmap.ALLOCATIONGRANULARITY  # 0 unless the machine's pages are larger than 4 KiB
         if self._guarded is None and used:
             self._check_length()
-            self._guarded = GuardedMap.of(self._fd, lead + used, at - lead)
+            self._guarded = kept_maps.of(self._fd, lead + self.spec.data_capacity, at - lead)
         return None if self._guarded is None else memoryview(self._guarded)[lead : lead + used]
 
     def check_whole(self) -> None:

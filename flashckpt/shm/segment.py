@@ -36,7 +36,7 @@ from flashckpt.core.superblock import (
 from flashckpt.errors import DamagedError, JobInUseError
 from flashckpt.faults import crash_point
 from flashckpt.shm import block, capacity
-from flashckpt.shm.lease import Lease, Pin, is_at
+from flashckpt.shm.lease import Lease, Pin, extents_at, is_at
 from flashckpt.shm.private import open_file
 from flashckpt.shm.segment_file import address_of, boot_id, check_place, describe_process, fill_holes, lay_out, touch
 from flashckpt.shm.slot_writer import SlotWriter
@@ -90,7 +90,9 @@ class Segment:
             FileExistsError: `path` exists and nobody owns it: attach to it instead.
         """
         path = Path(path)
-        capacity.require_capacity(path.parent, spec.nbytes, what=f"job {spec.job!r}, rank {spec.rank}")
+        capacity.require_capacity(
+            path.parent, spec.nbytes, what=f"job {spec.job!r}, rank {spec.rank}", slots=spec.slots
+        )
         block.sweep_temporary(path)
         temporary, memory = block.new(path, spec.nbytes)
         fd = os.open(temporary, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -271,15 +273,33 @@ class Segment:
         """The slots that are being written by this process."""
         return set(self._writing)
 
-    def begin(self, slot: int, request: SnapshotRequest) -> SlotWriter:
+    def still_read(self, slot: int) -> tuple[int, int]:
+        """Return the bytes of a slot's data area that its last snapshot's persister keeps, as (start, stop); (0, 0): none."""
+        at = extents_at(slot)
+        kept = self._lease.first_held(at, self.spec.data_capacity)
+        return (0, 0) if kept is None else (kept[0] - at, kept[1] - at)
+
+    def begin(
+        self, slot: int, request: SnapshotRequest, *, follows: Callable[[int, int], bool] = lambda _start, _stop: False
+    ) -> SlotWriter:
         """Set a slot to WRITING and return its writer. The caller owns the segment and chose by `choose_slot`.
 
+        Args:
+            slot: The slot.
+            request: The snapshot.
+            follows: Whether to begin while [start, stop) of the data area is still being persisted. What is written must
+                stay behind that: `SlotWriter.still_read`.
+
         Raises:
-            SlotPinned: A reader holds a lease on it, or it is being written.
+            SlotPinned: A reader holds a lease on it, or it is being written, or some of it is kept and nobody follows.
         """
         assert self._owned, "own() first"
         if slot in self._writing or not self._lease.exclusive(1 + slot):
             raise SlotPinned(f"slot {slot} of {self.path}")
+        start, stop = self.still_read(slot)  # only less from here on: who keeps more holds the slot first
+        if stop > start and not follows(start, stop):
+            self._lease.release(1 + slot)
+            raise SlotPinned(f"bytes {start} to {stop} of slot {slot} of {self.path}")
         crash_point("slot.before-writing")
         header = SlotHeader(
             generation=request.id.generation,
@@ -295,7 +315,14 @@ class Segment:
         self._writing.add(slot)
         crash_point("slot.after-writing")
         return SlotWriter(
-            self.spec, self.buffer, slot, header, put=partial(self._put_header, slot), release=partial(self._end, slot)
+            self.spec,
+            self.buffer,
+            slot,
+            header,
+            put=partial(self._put_header, slot),
+            release=partial(self._end, slot),
+            still_read=partial(self.still_read, slot),
+            follows=stop > start,
         )
 
     def mark_empty(self, slot: int) -> None:

@@ -19,6 +19,8 @@ class SlotWriter:
         data: Writable bytes of the data area; do not use views of it after commit or discard.
         slot: Slot number.
         header: The WRITING header.
+        follows: Whether some of `data` was still kept by a persister when it began.
+        still_read: Returns the bytes of `data` that are, as (start, stop): never to be written.
     """
 
     def __init__(
@@ -30,10 +32,12 @@ class SlotWriter:
         *,
         put: Callable[[SlotHeader], SlotHeader],
         release: Callable[[], None],
+        still_read: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        follows: bool = False,
     ) -> None:
         """Made by `Segment.begin`. `put` writes one copy of the slot's header; `release` gives up the lease."""
         self._spec, self._buffer, self.slot, self.header = spec, buffer, slot, header
-        self._put, self._release = put, release
+        self._put, self._release, self.still_read, self.follows = put, release, still_read, follows
         start = spec.data_at(slot)
         self.data = buffer[start : start + spec.data_capacity]
 

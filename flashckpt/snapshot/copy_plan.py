@@ -14,6 +14,7 @@ import torch
 from flashckpt.logs import guarded
 from flashckpt.native.numbers import kinds_of
 from flashckpt.snapshot.copy import Item, StalePlanError, is_run, run_starts
+from flashckpt.snapshot.following import are_free
 from flashckpt.snapshot.runs import HostRuns, places_of
 from flashckpt.snapshot.segments import RankSegments
 from flashckpt.snapshot.witness import Counts, Sampler, VersionCounters
@@ -150,6 +151,17 @@ class CopyPlan:
         """The accelerators that hold fenced tensors."""
         structure, rows = self.layout.structure, self.layout.row_tensors[self.order.device]
         return frozenset(structure.box_sets[number].device for number in set(structure.sets[rows].tolist()))
+
+    @cached_property
+    def _at_once(self) -> Ints:
+        """int64[2, n]: offset and bytes of the rows that are written in `step()`."""
+        table, rows = self.layout.table, np.concatenate([self.order.unfenced, self.order.fresh])
+        return np.stack([table.byte_offset[rows], table.nbytes[rows]])
+
+    def may_follow(self, start: int, stop: int) -> bool:
+        """Whether all that is written in `step()` lies outside [start, stop) of the slot, and the rest is copied by the host."""
+        offset, nbytes = self._at_once
+        return not self.uses_device and bool(are_free(offset, nbytes, start, stop).all())
 
     @cached_property
     def rows_compared(self) -> Ints:

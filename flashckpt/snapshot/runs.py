@@ -23,6 +23,7 @@ from flashckpt.native import SharedCopy, copy_and_digest, is_native
 from flashckpt.native.descriptors import Figures
 from flashckpt.native.numbers import kind_of
 from flashckpt.snapshot.copy import Buffer, Item, StalePlanError, stale_plan
+from flashckpt.snapshot.following import Following
 
 # -- A copy under way, which the training thread joins instead of waiting: on a full machine the copy thread has no
 #    core
@@ -209,22 +210,34 @@ class HostRuns:
         offer: Offer | None = None,
         *,
         figures: Figures | None = None,
+        following: Following | None = None,
     ) -> None:
         """Copy and digest in the copy thread, after `check_forms`; the GIL is free except while tensors are looked up.
 
-        With `offer` another thread may take part, as soon as the tensors are looked up.
+        With `offer` another thread may take part, as soon as the tensors are looked up; not where it follows behind a persist.
 
         Raises:
             StalePlanError: A tensor is not contiguous any more, or lost its memory meanwhile.
             UnusableMemoryError: Its memory, or the slot's, cannot be used.
         """
-        if not self._items:
+        if not self._items and following is None:
             return
         held = self.hold()
         rows = self._rows(held, buffer)
         # asking for the map of memory is cheap in C alone
         check = self._is_new(held, buffer) or is_native()
-        if faults.is_armed(_POINT):
+        if following is not None:
+            for part in following.parts(self._offset, self._nbytes):
+                copy_and_digest(
+                    rows[part],
+                    digests=digests,
+                    first_chunks=self._first[part],
+                    check=check,
+                    kinds=self._kinds[part],
+                    figures=figures,
+                )
+                faults.crash_point("follow.after-part")
+        elif faults.is_armed(_POINT):
             _copy_by_chunk(rows, self._first, digests, self._kinds, figures)
         elif offer is None:
             copy_and_digest(

@@ -19,7 +19,7 @@ from flashckpt.core.snapshot_id import SnapshotId, SnapshotRequest
 from flashckpt.environment import env
 from flashckpt.errors import ConfigError, DamagedError, FlashckptError, FormatVersionError, SharedMemoryError
 from flashckpt.logs import guarded
-from flashckpt.planning.slot_policy import choose_slot
+from flashckpt.planning.slot_policy import GiveBackRate, choose_slot
 from flashckpt.shm import capacity
 from flashckpt.shm.acks import AckedSnapshots
 from flashckpt.shm.job_directory import JobDirectory
@@ -168,6 +168,7 @@ class RankSegments:
         self._directory, self._root_digest, self._rank, self.pin_for = directory, root_digest, rank, pin_for
         self._reservation = Reservation(pin_for=pin_for)
         self._coming: MemoryNeed | None = None
+        self._give_back = GiveBackRate()
         self._waits = self._is_new = False  # for `use`, `use_new`
         self._replace_again: Callable[[], None] | None = None
 
@@ -341,13 +342,22 @@ class RankSegments:
         )
 
     def begin(
-        self, request: SnapshotRequest, *, known: AckedSnapshots, superseded: SnapshotId | None
+        self,
+        request: SnapshotRequest,
+        *,
+        known: AckedSnapshots,
+        superseded: SnapshotId | None,
+        follows: Callable[[int, int], bool] = lambda _start, _stop: False,
+        window_s: float = 0.0,
     ) -> SlotWriter | None:
         """Return a writer on the slot that may be overwritten, or None if there is none (invariant M1, pins).
 
+        A slot that is still being persisted is one where `follows` says so of the bytes that are kept, and these will be
+        given back within `window_s`, until the fence.
+
         There is none either where the file was cut short: what is written to it could never be read. Another one is made then.
         """
-        segment = self.segment
+        segment = self._reservation.segment
         assert segment is not None, "ask has_slot first"
         if segment.is_cut_short:
             assert self._replace_again is not None, "there is a segment"
@@ -358,7 +368,16 @@ class RankSegments:
             self._replace_again()
             return None
         busy, headers = segment.writing | self._reservation.unreserved(), segment.headers()
-        while True:
+        now_s, is_in_part = time.monotonic(), False
+
+        def reaches(start: int, stop: int) -> bool:
+            nonlocal is_in_part
+            is_in_part = True
+            size = segment.spec.data_capacity
+            return self._give_back.reaches(stop - start, size, now_s=now_s, window_s=window_s) and follows(start, stop)
+
+        writer = None
+        while writer is None:
             slot = choose_slot(
                 headers,
                 pinned=busy,
@@ -367,15 +386,18 @@ class RankSegments:
                 superseded=superseded,
             )
             if slot is None:
-                return None
+                break
             try:
-                return segment.begin(slot, request)
+                writer = segment.begin(slot, request, follows=reaches)
             except SlotPinned:  # a reader holds it: only of the slot that is chosen does it matter, and is it asked
                 busy.add(slot)
+        if not is_in_part:
+            self._give_back.whole(now_s)
+        return writer
 
     def complete(self) -> list[SnapshotId]:
         """Return the identities of this rank's COMPLETE slots, in all its segments on this node."""
-        segment = self.segment
+        segment = self._reservation.segment
         found = {h.identity for h in segment.headers() if h.is_complete} if segment is not None else set()
         for path in self._directory.segments():
             if segment is not None and path == segment.path:

@@ -30,6 +30,7 @@ from flashckpt.snapshot.copy import (
 )
 from flashckpt.snapshot.copy_plan import CopyPlan
 from flashckpt.snapshot.device import DeviceCopier
+from flashckpt.snapshot.following import Following
 from flashckpt.snapshot.runs import (
     CoreTime,
     Crowding,
@@ -68,6 +69,7 @@ class Snapshot:
         suspects: Parameters and optimizer state in it that became non-finite.
         grown: As of `NumbersWatch`.
         nonfinite: Name of one that is not finite and always was, once in a run; "" else.
+        following: Where it is written behind the persist of the snapshot before it in its slot; None where the slot is free.
         started_s, copied_s, done_s: `time.perf_counter()` of the phases.
     """
 
@@ -98,6 +100,7 @@ class Snapshot:
     nonfinite: str = ""
     lock: threading.Lock = field(default_factory=threading.Lock)
     offer: Offer = field(default_factory=Offer)
+    following: Following | None = None
 
     @property
     def needs_other_plan(self) -> bool:
@@ -188,6 +191,8 @@ class Stager:
         buffer = Buffer(writer.data)
         try:
             snapshot = Snapshot(request, plan, writer, buffer, captured.read, [], started_s=started)
+            if writer.follows:
+                snapshot.following = Following(writer.still_read)
             try:
                 check_slot(plan.end, len(writer.data), request.id.step)
                 plan.unfenced_runs.copy(buffer)
@@ -221,7 +226,8 @@ class Stager:
             return
         self.ready()
         try:
-            if not snapshot.plan.uses_device and self._crowding.next_here(snapshot.plan.end):
+            is_free = snapshot.following is None and not snapshot.plan.uses_device
+            if is_free and self._crowding.next_here(snapshot.plan.end):
                 self._copy_here(snapshot)
         finally:  # Ctrl-C too: what is not handed over is never done, and the end of the job waits for it
             self._queue.put(snapshot)
@@ -247,6 +253,8 @@ class Stager:
         if snapshot is None:
             return
         if not snapshot.copied.is_set():
+            if snapshot.following is not None:
+                snapshot.following.hurry()
             snapshot.offer.join()
             snapshot.copied.wait()
         if snapshot.plan.uses_device:
@@ -275,9 +283,11 @@ class Stager:
             started = time.thread_time()
             try:
                 if not snapshot.is_copied_here:
-                    before = CoreTime.now()
+                    # those of a device are never copied in step(), and small ones are over before it matters
+                    counts = not snapshot.plan.uses_device and snapshot.plan.end >= Crowding.LEAST_BYTES
+                    before = CoreTime.now() if counts else None
                     self._copy(snapshot)
-                    if not snapshot.plan.uses_device:  # those of a device are never copied in step()
+                    if counts:
                         snapshot.found_full = self._crowding.saw(before, CoreTime.now(), snapshot.plan.end)
                 if snapshot.error is None:
                     self._conclude(snapshot)
@@ -301,7 +311,7 @@ class Stager:
                 snapshot.marks,
                 arrived=lambda items: digest_in_slot(places_of(items), buffer, digests, figures),
             )
-        plan.runs.copy_and_digest(buffer, digests, snapshot.offer, figures=figures)
+        plan.runs.copy_and_digest(buffer, digests, snapshot.offer, figures=figures, following=snapshot.following)
         for item in plan.others:
             copy_item(item, buffer)
             crash_point("slot.during-copy")

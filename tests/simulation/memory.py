@@ -170,6 +170,7 @@ class SimLease:
         del dir_fd
         self._file: SimFile | None = None
         self._bytes: set[int] = set()
+        self._kept: range = range(0)
         self.fd = FILES.open(path, real_os.O_CREAT if create else 0)
         self._file = FILES.descriptors[self.fd]
         self._process = CLOCK.scheduler.process
@@ -179,7 +180,9 @@ class SimLease:
     def exclusive(self, byte: int) -> bool:
         return self._take(byte, exclusively=True)
 
-    def shared(self, byte: int) -> bool:
+    def shared(self, byte: int, nbytes: int = 1) -> bool:
+        if nbytes > 1:  # what a pin keeps of a slot that it gives back
+            self._kept = range(byte, byte + nbytes)
         return self._take(byte, exclusively=False)
 
     def _take(self, byte: int, *, exclusively: bool) -> bool:
@@ -192,10 +195,18 @@ class SimLease:
         self._bytes.add(byte)
         return True
 
-    def release(self, byte: int) -> None:
+    def release(self, byte: int, nbytes: int = 1) -> None:
         if self._file is not None:
+            if byte in self._kept:
+                after = byte == self._kept.start
+                self._kept = range(byte + nbytes, self._kept.stop) if after else range(self._kept.start, byte)
             self._file.locks.get(byte, {}).pop(self, None)
             self._bytes.discard(byte)
+
+    def first_held(self, byte: int, nbytes: int) -> tuple[int, int] | None:
+        found = [one._kept for one in held_by_any() if one is not self and one._file is self._file]
+        inside = [(kept.start, kept.stop) for kept in found if kept and byte <= kept.start < byte + nbytes]
+        return min(inside, default=None)
 
     def held_by_other(self, byte: int) -> bool:
         assert self._file is not None
@@ -212,6 +223,12 @@ class SimLease:
 
 
 held_by: dict[Process, set[SimLease]] = {}
+
+
+def held_by_any() -> Iterator[SimLease]:
+    """Return the leases of all processes."""
+    for leases in held_by.values():
+        yield from leases
 
 
 def let_go(process: Process) -> None:

@@ -133,7 +133,7 @@ def _memory() -> None:
     )
     segment.Lease = directory.Lease = memory.SimLease
     segment.is_at = directory.is_at = _is_at
-    lease.GuardedMap = memory.Mapped
+    lease.kept_maps = memory.Mapped
     directory.replace = files.rename
     directory.mark_file = messages.mark_file = files.touch
     directory.remove_file = messages.remove_file = files.remove

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import uuid
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -281,3 +282,74 @@ def test_a_writer_thread_that_dies_ends_the_write_with_its_error(
             persist_slot(slot.pin, store, PREFIX)
     wait_for(lambda: threading.active_count() <= before, what="the end of the writer threads")
     assert persist_slot(slot.pin, store, PREFIX).step == 5
+
+
+class Slow:
+    """A store whose objects become durable only when the next one is on its way, or no other comes."""
+
+    url = "slow://root"
+
+    def __init__(self, objects: int) -> None:
+        self.begun = [threading.Event() for _ in range(objects)]
+        self.names: list[str] = []
+
+    def put_object(self, key: str, parts: Iterable[memoryview], nbytes: int | None = None) -> None:
+        number = len(self.names)
+        self.names.append(key)
+        self.begun[number].set()
+        for _ in parts:
+            pass
+        assert number + 1 == len(self.begun) or self.begun[number + 1].wait(30), "the next pack waits for this one"
+
+
+def test_the_next_pack_is_begun_before_the_last_one_is_durable(slot_of: Callable[..., Slot]) -> None:
+    slot = slot_of((20_000, 20_000, 20_000))
+    store = Slow(3)
+    writer.write_packs(slot.pin, store, PREFIX, options=PersistOptions(pack_bytes=20_000))  # type: ignore[arg-type]
+    assert store.names == [f"{PREFIX}/r00000.p{number}.fck" for number in (2, 0, 1)]
+
+
+@needs_guard
+def test_a_slot_is_mapped_once_for_all_its_persists_and_until_its_file_is_gone(
+    slot_of: Callable[..., Slot], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[weakref.ref[guarding.GuardedMap]] = []
+    real = guarding.GuardedMap.of
+
+    def of(*arguments: Any) -> guarding.GuardedMap | None:
+        found = real(*arguments)
+        assert found is not None
+        made.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(guarding.GuardedMap, "of", of)
+    slot = slot_of()
+    for _ in range(3):
+        with Segment.attach(slot.path).pin(0) as pin:  # type: ignore[union-attr]  # COMPLETE
+            assert pin.view() is not None
+        guarding.kept_maps.let_go()
+    assert len(made) == 1
+    assert made[0]() is not None
+    slot.path.unlink()
+    guarding.kept_maps.let_go()
+    assert made[0]() is None, "it would keep the memory of a segment that was removed"
+
+
+@needs_guard
+def test_a_mapping_that_lost_a_page_is_not_used_again(slot_of: Callable[..., Slot]) -> None:
+    slot = slot_of()
+    reader = Segment.attach(slot.path)
+    with reader.pin(0) as pin:  # type: ignore[union-attr]  # COMPLETE
+        view = pin.view()
+        assert view is not None
+        size = slot.path.stat().st_size
+        slot.cut()
+        assert bytes(view[:100]) == bytes(100)
+        del view
+        os.truncate(slot.path, size)
+        with pytest.raises(DamagedError, match="bus error"):
+            pin.check_whole()
+    with reader.pin(0) as pin:  # type: ignore[union-attr]
+        assert pin.view() is not None
+        pin.check_whole()
+    reader.close()

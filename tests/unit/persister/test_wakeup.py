@@ -8,14 +8,23 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support.daemons import QUICK, identities
+from support.memory_tier import FakeJob
+from support.ranks import wait_for
 from watchdog.observers import Observer
 
+from flashckpt.checkpoint.writer import write_packs
+from flashckpt.daemon.persister import flush, service
 from flashckpt.daemon.persister import wakeup as wakeup_module
 from flashckpt.daemon.persister.wakeup import Wakeup
+from flashckpt.shm.job_directory import DaemonStatus
+from flashckpt.shm.persisted import await_persister
 
 
 @pytest.mark.parametrize("polling", [False, True])
@@ -106,3 +115,52 @@ def test_reading_a_file_does_not_wake(tmp_path: Path) -> None:
         assert not wakeup.wait(0.3)
         wakeup.wake()
         assert wakeup.wait(0.0)
+
+
+def test_the_end_of_a_write_wakes_the_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks once a minute here, and is asleep before the bytes are written: nothing else tells it of them."""
+    monkeypatch.setattr(service, "SCAN_S", 60.0)
+    monkeypatch.setattr(service, "BUSY_S", 60.0)
+    job, asleep, real = FakeJob(str(tmp_path / "root")), threading.Event(), write_packs
+
+    def write(*args: Any, **options: Any) -> object:
+        assert asleep.wait(30)
+        return real(*args, **options)
+
+    def wait(self: Wakeup, timeout_s: float) -> bool:
+        flushing = daemon.persisting is not None and daemon.persisting.flush is not None
+        asleep.set() if flushing else None
+        return woken(self, timeout_s)
+
+    woken = Wakeup.wait
+    monkeypatch.setattr(flush, "write_packs", write)
+    monkeypatch.setattr(Wakeup, "wait", wait)
+    lock = job.directory.hold_daemon()
+    assert lock is not None
+    daemon = service.Daemon(job.directory, lock, QUICK)
+    job.step(10, persist=True)
+    thread = threading.Thread(target=daemon.run, daemon=True)
+    thread.start()
+    wait_for(lambda: identities(job) == [(1, 10)], what="the commit")
+    daemon.stop(0, None)
+    job.die()
+    thread.join(30)
+
+
+def test_who_waits_reads_a_status_as_soon_as_it_is_written(tmp_path: Path) -> None:
+    """Ten minutes are between two looks where nothing changes."""
+    job = FakeJob(str(tmp_path / "root"))
+    looked = threading.Event()
+
+    def is_over(status: DaemonStatus | None) -> bool:
+        looked.set()
+        return status is not None and status.failures == 7
+
+    found: list[bool] = []
+    options = {"timeout_s": 30, "poll_s": 600.0}
+    work = lambda: found.append(await_persister(job.directory, is_over, **options))  # noqa: E731 -- of a thread
+    threading.Thread(target=work, daemon=True).start()
+    assert looked.wait(30)
+    job.directory.write_status(DaemonStatus(failures=7))
+    wait_for(lambda: found == [True], what="the end of the wait")
+    job.die()

@@ -25,7 +25,7 @@ def path() -> Iterator[ModuleType]:
 
 
 @pytest.mark.parametrize(
-    ("way", "modules", "calls"), [("step with a snapshot", 33, 360), ("warm restore of 0.1 MB", 87, 2550)]
+    ("way", "modules", "calls"), [("step with a snapshot", 33, 350), ("warm restore of 0.1 MB", 87, 2550)]
 )
 def test_the_way_of_the_data_does_not_get_longer(
     path: ModuleType, tmp_path: Path, way: str, modules: int, calls: int

@@ -77,9 +77,9 @@ def test_the_error_names_need_room_limit_and_every_remedy(shm_dir: Any, monkeypa
     limit = Capacity(nbytes=3 * MIB, limit="memory.max of cgroup /x")
     monkeypatch.setattr(capacity, "capacities", lambda *_a, **_k: [limit])
     with pytest.raises(SharedMemoryError) as error:
-        require_capacity(shm_dir, 5 * MIB, what="job 'j', rank 0")
+        require_capacity(shm_dir, 4 * MIB, what="job 'j', rank 0", slots=3)
     text = str(error.value)
-    for part in ("job 'j', rank 0", "3145728 bytes", "5242880 bytes", "memory.max of cgroup /x", "flashckpt gc",
+    for part in ("job 'j', rank 0", "3145728 bytes", "4194304 bytes", "memory.max of cgroup /x", "flashckpt gc",
                  "slots=2", "remount", "--shm-size", "exit code 14"):  # fmt: skip
         assert part in text
     require_capacity(shm_dir, 3 * MIB, what="j")
@@ -207,3 +207,31 @@ def _reserve_twice(segment: Segment, folder: Path) -> None:
     second = Segment.create(folder / "b.seg", spec_of(rank=1, sizes=(9 * MIB,)))
     segment.reserve()
     second.reserve()
+
+
+def test_the_refusal_says_how_many_slots_fit_and_what_they_cost() -> None:
+    gib = 1 << 30
+
+    def refused(slots: int, room: int) -> str:
+        with pytest.raises(SharedMemoryError) as caught:
+            capacity.slots_for(10 * gib, room, slots)
+        return str(caught.value)
+
+    assert "slots=2), 20.00 GiB, snapshots pause until the bytes of a checkpoint are on storage" in refused(3, 20 * gib)
+    assert "slots=3), 30.00 GiB; " in refused(4, 35 * gib)
+    assert "2 slots of 10.00 GiB are the least" in refused(3, 19 * gib)
+    assert "2 slots of 10.00 GiB are the least" in refused(2, 19 * gib)
+
+
+def test_huge_pages_are_said_of_the_innermost_mount(tmp_path: Path) -> None:
+    write(
+        tmp_path / "proc/self/mountinfo",
+        "20 1 0:20 / / rw - ext4 /dev/vda rw,huge=always\n"
+        "27 20 0:25 / /dev/shm rw shared:3 - tmpfs tmpfs rw,size=9k\n"
+        "28 27 0:39 / /dev/shm/large rw - tmpfs tmpfs rw,size=9k,huge=within_size,inode64\n",
+    )
+    asked = {
+        place: capacity.huge_pages(Path(place), proc=tmp_path / "proc")
+        for place in ("/dev/shm/job", "/dev/shm/large/job", "/dev/shm/larger", "/home")
+    }
+    assert list(asked.values()) == ["never", "within_size", "never", "never"]
