@@ -201,13 +201,17 @@ class _Counted:
         self.evaluates = False  # behind this step
 
     def state_dict(self) -> dict[str, Any]:
-        counted = {name: getattr(self._trainer.state, name) for name in _COUNTED}
+        trainer = self._trainer
+        counted = {name: getattr(trainer.state, name) for name in _COUNTED}
+        # Trainer adds up on each rank what it sums over the ranks when it logs: here every rank counts like this one
+        counted["total_flos"] += trainer.current_flos * max(1, trainer.args.world_size)
         return {**counted, "evaluates": self.evaluates}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.evaluates = state_dict.get("evaluates", False)  # of before this record
         for name in state_dict.keys() - {"evaluates"}:
             setattr(self._trainer.state, name, state_dict[name])
+        self._trainer.current_flos = 0
 
 
 def _calling_trainer() -> Any:
