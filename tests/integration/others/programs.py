@@ -99,6 +99,10 @@ PROGRAMS = [
         needs=("torchvision",),
         root="out/checkpoints",
         kills=(7, 9),
+        checked=(
+            "--ignore",
+            "scheduler.metric",
+        ),  # the mean loss since the epoch began, or the restart; of plateaus alone
     ),
     Program(
         name="diffusers",
