@@ -109,7 +109,7 @@ KINDS: dict[str, tuple[Callable[[], Made], str]] = {
         lambda: by_method(collections.deque([torch.ones(1)]), "append", torch.ones(1)), "len(script(): it['it'])",
     ),
     "long list of arrays": (
-        lambda: by_method(rows := [(np.zeros(2), i) for i in range(LONGEST + 1)], "__setitem__", 3, (np.ones(2), 3)),
+        lambda: by_method([(np.zeros(2), i) for i in range(LONGEST + 1)], "__setitem__", 3, (np.ones(2), 3)),
         "it['it']",
     ),
     "number in a tensor": (lambda: by_method(torch.zeros(()), "add_", 1), "it['it']"),
@@ -144,7 +144,9 @@ def moved(ckpt: Checkpointer, move: Callable[[], Any], **things: Any) -> dict[st
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_leaf_moves_with_whatever_keeps_a_place(kind: str, ckpt: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leaf_moves_with_whatever_keeps_a_place(
+    kind: str, ckpt: Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Config, "heat", 1.0)
     make, path = KINDS[kind]
     thing, move = make()
