@@ -115,9 +115,10 @@ def continued(unbroken: RunTrace, restarted: RunTrace, *, ignored: Sequence[str]
         before = _differing(_of(unbroken, ENDS, at + 1), _of(restarted, ENDS, at + 1), ignored)
     carried = {path for path, leaf in _of(unbroken, ENDS, at).items() if before.get(path) == leaf}
     causes = _of_state(given, before, carried, at)
+    _consequences(found, unbroken, restarted, ignored)
     for path, leaf in before.items():
-        # a tensor that the step itself makes is a consequence
-        is_state = path in carried or path in given or leaf.kind != "tensor"
+        # a tensor that the step itself makes is a consequence, unless something moved and it was not restored
+        is_state = path in carried or leaf.kind != "tensor" or (found.moved and path in given)
         if leaf.kind in ("object", "tensor", "value") and path in kept and is_state:
             causes.append(_of_variable(path, leaf, _of(restarted, BEGINS, at + 1).get(path)))
         elif leaf.kind == "generator" and _moves(unbroken, path):
@@ -126,7 +127,6 @@ def continued(unbroken: RunTrace, restarted: RunTrace, *, ignored: Sequence[str]
     causes = list({(cause.kind, cause.name): cause for cause in reversed(causes)}.values())[::-1]
     found.causes = sorted((c for c in causes if c.kind != "value"), key=lambda cause: _ORDER.index(cause.kind))
     found.hints = [cause for cause in causes if cause.kind == "value"]
-    _consequences(found, unbroken, restarted, ignored)
     if found.moved and not found.causes and not found.hints:
         found.causes = [_of_gradients(leaf, at) for leaf in before.values() if leaf.kind == "gradient" and leaf.digest]
     if found.causes or found.moved:

@@ -52,7 +52,11 @@ def main():
     )  # fmt: skip
     data = [{"x": torch.full((4,), float(i))} for i in range(12)]
     trainer = FlashCkptTrainer(
-        model, args, train_dataset=data, callbacks=[Says(model, given.folder, given.kill_at)], flash={"snapshot_every": 1}
+        model,
+        args,
+        train_dataset=data,
+        callbacks=[Says(model, given.folder, given.kill_at)],
+        flash={"snapshot_every": 1},
     )
     trainer.train(resume_from_checkpoint=trainer.get_last_checkpoint())
     trainer.wait_latest_checkpoint()
