@@ -79,11 +79,16 @@ class JobWatch:
         self._zombies = found
 
     def _find(self) -> JobDirectory | None:
-        """Return the job directory that local rank 0 has named: another one where a restart has another root."""
+        """Return the job directory that local rank 0 has named: another one where a restart has another root.
+
+        A script with a second Checkpointer names another one too, while its ranks still have the first.
+        """
         path = None
         try:
             path = agent_folder.read_job(self.agent_dir)
             if path is None or (self.job is not None and self.job.path == path):
+                return self.job
+            if self._live is not None and self._live.held_by_other(0):
                 return self.job
             job = JobDirectory.at(path)  # where the rank has it: its script may have chosen another FLASHCKPT_SHM_DIR
             live = job.hold_live()
