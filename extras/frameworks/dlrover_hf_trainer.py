@@ -59,7 +59,7 @@ class FlashCkptTrainer(Trainer):  # type: ignore[misc]  # transformers is not th
         """Write no folder: the callback has taken the state behind this step already."""
 
     def get_last_checkpoint(self) -> bool:
-        """Return False, for `resume_from_checkpoint`: training continues at the newest state by itself."""
+        """Return False, for `resume_from_checkpoint`: training continues at the newest state anyway."""
         return False
 
     def wait_latest_checkpoint(self, timeout: float = 1800) -> None:
