@@ -117,9 +117,7 @@ def continued(unbroken: RunTrace, restarted: RunTrace, *, ignored: Sequence[str]
     causes = _of_state(given, before, carried, at)
     _consequences(found, unbroken, restarted, ignored)
     for path, leaf in before.items():
-        # a tensor that the step itself makes is a consequence, unless something moved and it was not restored
-        is_state = path in carried or leaf.kind != "tensor" or (found.moved and path in given)
-        if leaf.kind in ("object", "tensor", "value") and path in kept and is_state:
+        if _is_cause(leaf, path in carried, path in given, path in kept, moved=bool(found.moved)):
             causes.append(_of_variable(path, leaf, _of(restarted, BEGINS, at + 1).get(path)))
         elif leaf.kind == "generator" and _moves(unbroken, path):
             causes.append(_of_generator(path, leaf, rng=unbroken.rng))
@@ -132,6 +130,17 @@ def continued(unbroken: RunTrace, restarted: RunTrace, *, ignored: Sequence[str]
     if found.causes or found.moved:
         found.verdict = NOT_EXACT
     return found
+
+
+def _is_cause(leaf: Recorded, is_carried: bool, is_given: bool, is_kept: bool, *, moved: bool) -> bool:
+    """Return whether what differs before the first step is a cause: a tensor that the step itself makes is a consequence.
+
+    Unless something moved: then it may have been read before it was made, and what heals again, as a batch that was
+    fetched ahead, may have been why.
+    """
+    is_state = is_carried or leaf.kind != "tensor" or (moved and is_given)
+    is_left = is_kept or (moved and is_carried and leaf.kind != "value")
+    return leaf.kind in ("object", "tensor", "value") and is_left and is_state
 
 
 def _consequences(found: Judgement, unbroken: RunTrace, restarted: RunTrace, ignored: Sequence[str]) -> None:

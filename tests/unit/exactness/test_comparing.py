@@ -91,6 +91,13 @@ def test_a_tensor_that_each_step_makes_is_a_consequence() -> None:
     assert [cause.name for cause in continued(made, moves).causes] == ["ema"], "where the training moves, it may be why"
 
 
+def test_a_batch_that_was_fetched_ahead_is_the_cause_though_it_is_another_one_soon() -> None:
+    restarted = again(ema=lambda done: 0 if done == 2 else done)
+    assert continued(trace(), restarted).causes == []
+    moves = again(ema=lambda done: 0 if done == 2 else done, model=lambda done: done if done < 3 else -done)
+    assert [cause.name for cause in continued(trace(), moves).causes] == ["ema"]
+
+
 def test_gradients_from_before_a_step_are_the_cause_where_nothing_else_is() -> None:
     def with_gradients(run: RunTrace, digest: str) -> RunTrace:
         for leaves in run.leaves.values():
