@@ -13,6 +13,8 @@ from types import CellType, CodeType, FunctionType, GeneratorType, MethodType, M
 from typing import Any
 
 _FOREIGN = tuple(str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "purelib", "platlib"))
+_INSTALLED = frozenset(("site-packages", "dist-packages"))
+"""Folders of packages, of this environment or of another one that it stands on."""
 _NOT_FOLLOWED = ("flashckpt", "logging", "threading")
 _HOLDERS = ("queue", "collections", "types", "functools")
 """Modules of Python whose objects hold what a script puts into them."""
@@ -26,7 +28,8 @@ def is_own(name: str | None) -> bool:
     file = getattr(module, "__file__", None)
     if not file or (name or "").partition(".")[0] == "flashckpt":
         return False
-    return not str(Path(file).resolve()).startswith(_FOREIGN)
+    path = Path(file).resolve()
+    return not str(path).startswith(_FOREIGN) and not _INSTALLED.intersection(path.parts)
 
 
 def place_of(value: Any) -> str | None:

@@ -255,6 +255,15 @@ def test_a_fault_is_named(fault: str, tmp_path: Path, capsys: pytest.CaptureFixt
     assert any(words in cause["what"] and cause["kind"] == kind for cause in named), document
 
 
+def test_of_a_model_whose_methods_are_called_the_cause_is_named_without_its_consequences(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = changed(PLAIN, {"loss = (model(x) - y)": "loss = (model[0](x).sum() * heat - y)", "# setup": "heat = torch.ones(2)",
+                           "# after": "heat = heat * 0.9"})  # fmt: skip
+    code, document = checked(tmp_path, text, capsys)
+    assert (code, [cause["name"] for cause in document["causes"]]) == (1, ["heat"]), document
+
+
 def test_a_list_that_is_shuffled_again_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, document = checked(tmp_path, SHUFFLED, capsys)
     assert code == 1

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 
 from flashckpt import Checkpointer
 from flashckpt.exactness import leaves
+from flashckpt.exactness.insides import is_own
 from flashckpt.exactness.leaves import LONGEST, Leaf, Walk
 
 Made = tuple[Any, Callable[[], Any]]
@@ -208,6 +210,19 @@ def test_what_tracked_objects_have_beside_their_state_is_seen(ckpt: Checkpointer
         "optimizer.slow": "tensor",
         "partly.lost": "value",
     }
+
+
+@pytest.mark.parametrize(
+    ("folder", "own"), [("lib/python3.11/site-packages", False), ("dist-packages", False), ("src", True)]
+)
+def test_what_is_installed_is_not_the_users_also_where_another_environment_has_it(
+    folder: str, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"module_in_{folder.rpartition('/')[2].replace('-', '_')}"
+    module = ModuleType(name)
+    module.__file__ = f"/another/{folder}/{name}.py"
+    monkeypatch.setitem(sys.modules, name, module)
+    assert is_own(name) is own
 
 
 def test_an_object_that_fails_when_it_is_asked_is_passed(ckpt: Checkpointer) -> None:
