@@ -7,7 +7,7 @@ import itertools
 import operator
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
@@ -18,7 +18,8 @@ _INSTALLED = frozenset(("site-packages", "dist-packages"))
 _NOT_FOLLOWED = ("flashckpt", "logging", "threading")
 _HOLDERS = ("queue", "collections", "types", "functools")
 """Modules of Python whose objects hold what a script puts into them."""
-_ITERATORS = frozenset(type(iter(one)) for one in ([], (), {}, {}.values(), {}.items(), set(), "", b"", range(0)))
+_EMPTY: tuple[Iterable[object], ...] = ([], (), {}, {}.values(), {}.items(), set(), "", b"", range(0))
+_ITERATORS = frozenset(type(iter(one)) for one in _EMPTY)
 
 
 @functools.cache

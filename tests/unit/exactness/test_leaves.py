@@ -157,6 +157,8 @@ def test_a_leaf_moves_with_whatever_keeps_a_place(
 
 
 class Layer(torch.nn.Linear):
+    run: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__(2, 2)
         self._calls = 0
@@ -191,14 +193,14 @@ def test_what_tracked_objects_have_beside_their_state_is_seen(ckpt: Checkpointer
     model, counted = Layer(), list[int]()
     optimizer, partly = Slow(model.parameters()), Partly()
     model.register_forward_hook(lambda *_: counted.append(1))
-    model.weight.average = torch.zeros(2)  # type: ignore[attr-defined]
+    average = model.weight.average = torch.zeros(2)  # type: ignore[attr-defined]
     ckpt.track(model=model, optimizer=optimizer, partly=partly)
 
     def move() -> None:
         model(torch.ones(1, 2)).sum().backward()
         optimizer.slow.add_(1)
         partly.lost += 1
-        model.weight.average.add_(1)
+        average.add_(1)
 
     found = moved(ckpt, move)
     assert found == {
