@@ -118,12 +118,11 @@ def test_megatron_with_tensor_parallel_ranks_and_loss_scaling(tmp_path: Path) ->
 
 @needs("transformers")
 def test_flash_ckpt_trainer_killed_between_its_checkpoints_ends_as_an_unbroken_run(tmp_path: Path) -> None:
-    """Snapshots between the saves, so that the kill costs no step; a checkpoint where Trainer saves."""
+    """Snapshots between the saves, so that the kill costs no step; no folder of Trainer's own."""
     run("dlrover_hf_job.py", tmp_path / "whole", 1)
     run("dlrover_hf_job.py", tmp_path / "killed", 1, "--kill-at", 6)
     assert lines(tmp_path / "killed", 0) == lines(tmp_path / "whole", 0)
     assert len(lines(tmp_path / "whole", 0)) == 10
     for folder in ("whole", "killed"):
-        found = {path.name[:14] for path in (tmp_path / folder / "out/flashckpt").glob("step-*")}
-        assert found == {"step-000000008", "step-000000010"}  # save_total_limit
+        assert list((tmp_path / folder / "out/flashckpt").glob("step-000000010.g*/MANIFEST"))
         assert not list((tmp_path / folder / "out").glob("checkpoint-*"))
