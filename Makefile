@@ -121,7 +121,7 @@ $(OTHERS)/.ready: $(OTHERS_PINS) $(VENV)/.ready
 	touch $@
 
 test-others: $(OTHERS)/.ready  ## programs of others with small diffs: killed twice, equal bit for bit (SOURCES=DIR of checkouts)
-	SOURCES=$(SOURCES) $(OTHERS)/bin/python -m pytest $(SHARED) --workers $(WORKERS) tests/integration/others/all_others.py
+	SOURCES=$(SOURCES) $(OTHERS)/bin/python -m pytest $(SHARED) --workers $(WORKERS) tests/integration/others/all_others.py tests/integration/others/all_torchx.py
 
 # A separate venv on top of .venv. Nothing is sent anywhere: the runs are offline.
 WANDB := .venv-wandb

@@ -79,24 +79,36 @@ class JobWatch:
         self._zombies = found
 
     def _find(self) -> JobDirectory | None:
-        """Return the job directory once local rank 0 has named it."""
-        if self.job is not None:
-            return self.job
+        """Return the job directory that local rank 0 has named: another one where a restart has another root.
+
+        A script with a second Checkpointer names another one too, while its ranks still have the first.
+        """
         path = None
         try:
             path = agent_folder.read_job(self.agent_dir)
-            if path is None:
-                return None
+            if path is None or (self.job is not None and self.job.path == path):
+                return self.job
+            if self._live is not None and self._live.held_by_other(0):
+                return self.job
             job = JobDirectory.at(path)  # where the rank has it: its script may have chosen another FLASHCKPT_SHM_DIR
-            self._live = job.hold_live()
+            live = job.hold_live()
         except (OSError, FlashckptError) as error:
             if path is not None and not self._unseen:
                 self._unseen = _unseen(path, error)
                 _log.error("%s", self._unseen)
-            return None
+            return self.job
+        self._let_go()
         job.note(self.log_folder, "log-folder")
-        self.job, self._owner, self._unseen = job, PersisterOwner(job, _log), None
+        self.job, self._live, self._owner, self._unseen = job, live, PersisterOwner(job, _log), None
         return job
+
+    def _let_go(self) -> None:
+        """Leave the job that was there to its persister, which commits what it has yet to, and ends."""
+        if self._owner is not None:
+            self._owner.close()
+        if self._live is not None:
+            self._live.close()
+        self._control = None
 
     def persister_problem(self) -> str:
         """Return in one line what is wrong with this node's persister now; "" for nothing."""
@@ -180,11 +192,8 @@ class JobWatch:
 
     def close(self) -> None:
         """Release the locks and remove the agent's directory."""
-        if self._owner is not None:
-            self._owner.close()
-        for lease in (self._live, self._lock):
-            if lease is not None:
-                lease.close()
+        self._let_go()
+        self._lock.close()
         if self.job is not None and is_last_process():
             wait_for_flush(self.job)
         with contextlib.suppress(OSError, FlashckptError):

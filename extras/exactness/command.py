@@ -27,8 +27,8 @@ _NEED_BYTES = 64 << 20
 @click.option(
     "--nproc-per-node", "ranks", type=click.IntRange(1, 64), help="Ranks under dlrun  [default: plain Python]"
 )
-@click.option("--kill-after", type=click.IntRange(1), default=4, show_default=True, help="Steps before the kill.")
-@click.option("--steps", type=click.IntRange(2), default=8, show_default=True, help="Steps of each run.")
+@click.option("--kill-after", type=click.IntRange(1), default=5, show_default=True, help="Steps before the kill.")
+@click.option("--steps", type=click.IntRange(2), default=9, show_default=True, help="Steps of each run.")
 @click.option("--timeout", "limit_s", type=DURATION, default="10min", show_default=True, help="Longest run.")
 @click.option("--ignore", multiple=True, metavar="PATTERN", help="Names that may differ, e.g. --ignore 'total_*'.")
 @json_option
@@ -94,7 +94,10 @@ def judged(script: Script, kill_after: int, ignore: tuple[str, ...] = ()) -> Jud
 def _not_continued(killed: Ran) -> Judgement:
     """Return that the restarted script ends, where the unbroken one continues."""
     what = f"the restarted script takes no step: {killed.why()}"
-    remedy = "begin the loop at report.step + 1 of `report = ckpt.restore()`"
+    if killed.code:
+        remedy = "this error comes in a restart alone: it says what to do"
+    else:
+        remedy = "begin the loop at report.step + 1 of `report = ckpt.restore()`"
     return Judgement(verdict=comparing.NOT_EXACT, causes=[
         comparing.Moved(kind="state", name="restart", what=what, remedy=remedy)
     ])  # fmt: skip

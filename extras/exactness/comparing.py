@@ -14,7 +14,9 @@ _DRAWN = (
     "something draws from it or seeds it between restore() and the first step: a shuffle, weights, a seed in the loop"
 )
 _ELASTIC = "take the data from an ElasticSampler, track it, and give it to the loader"
-_ORDER = ("state", "changed", "object", "generator", "tensor", "data", "value")
+_SEEDED = "the order is tracked: samples that draw in loader workers need SeededSamples, other draws and changes what is named here"
+_SOURCES = frozenset(("ElasticSampler", "ElasticBatchSampler", "ExactLoader", "StepBatches", "PreparedPosition"))
+_ORDER = ("state", "changed", "object", "generator", "tensor", "gradient", "data", "value")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,9 +115,9 @@ def continued(unbroken: RunTrace, restarted: RunTrace, *, ignored: Sequence[str]
         before = _differing(_of(unbroken, ENDS, at + 1), _of(restarted, ENDS, at + 1), ignored)
     carried = {path for path, leaf in _of(unbroken, ENDS, at).items() if before.get(path) == leaf}
     causes = _of_state(given, before, carried, at)
+    _consequences(found, unbroken, restarted, ignored)
     for path, leaf in before.items():
-        is_state = path in carried or leaf.kind != "tensor"  # a tensor that the step itself makes is a consequence
-        if leaf.kind in ("object", "tensor", "value") and path in kept and is_state:
+        if _is_cause(leaf, path in carried, path in given, path in kept, moved=bool(found.moved)):
             causes.append(_of_variable(path, leaf, _of(restarted, BEGINS, at + 1).get(path)))
         elif leaf.kind == "generator" and _moves(unbroken, path):
             causes.append(_of_generator(path, leaf, rng=unbroken.rng))
@@ -123,10 +125,22 @@ def continued(unbroken: RunTrace, restarted: RunTrace, *, ignored: Sequence[str]
     causes = list({(cause.kind, cause.name): cause for cause in reversed(causes)}.values())[::-1]
     found.causes = sorted((c for c in causes if c.kind != "value"), key=lambda cause: _ORDER.index(cause.kind))
     found.hints = [cause for cause in causes if cause.kind == "value"]
-    _consequences(found, unbroken, restarted, ignored)
+    if found.moved and not found.causes and not found.hints:
+        found.causes = [_of_gradients(leaf, at) for leaf in before.values() if leaf.kind == "gradient" and leaf.digest]
     if found.causes or found.moved:
         found.verdict = NOT_EXACT
     return found
+
+
+def _is_cause(leaf: Recorded, is_carried: bool, is_given: bool, is_kept: bool, *, moved: bool) -> bool:
+    """Return whether what differs before the first step is a cause: a tensor that the step itself makes is a consequence.
+
+    Unless something moved: then it may have been read before it was made, and what heals again, as a batch that was
+    fetched ahead, may have been why.
+    """
+    is_state = is_carried or leaf.kind != "tensor" or (moved and is_given)
+    is_left = is_kept or (moved and is_carried and leaf.kind != "value")
+    return leaf.kind in ("object", "tensor", "value") and is_left and is_state
 
 
 def _consequences(found: Judgement, unbroken: RunTrace, restarted: RunTrace, ignored: Sequence[str]) -> None:
@@ -195,6 +209,12 @@ def _of_variable(path: str, leaf: Recorded, now: Recorded | None) -> Moved:
     return Moved(kind="value", name=path, what=what, remedy="derive it from the step, or keep it in a tracked object")
 
 
+def _of_gradients(leaf: Recorded, step: int) -> Moved:
+    what = f"step {step + 1} begins with gradients of {leaf.owner!r} from before it, which no snapshot has"
+    remedy = "call ckpt.step() after optimizer.step() and zero_grad(), not for each micro-batch"
+    return Moved(kind="gradient", name=leaf.owner, what=what, remedy=remedy)
+
+
 def _name(leaf: Recorded) -> str:
     words = leaf.owner.rpartition(": ")[2].replace(".", "_")
     return words if words.isidentifier() else "name"
@@ -227,7 +247,8 @@ def _of_data(unbroken: RunTrace, restarted: RunTrace, at: int) -> list[Moved]:
             what = f"step {step} is given only a part of its data"
         else:
             what = f"step {step} is given {whose} in the unbroken run"
-        return [Moved(kind="data", name=f"step {step}", what=what, remedy=_ELASTIC)]
+        is_ordered = any(leaf.kind == "tracked" and leaf.of in _SOURCES for leaf in _of(restarted, ENDS, step).values())
+        return [Moved(kind="data", name=f"step {step}", what=what, remedy=_SEEDED if is_ordered else _ELASTIC)]
     return []
 
 

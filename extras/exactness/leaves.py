@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import random
-import sys
-import sysconfig
 from collections import deque
 from collections.abc import Iterator, Mapping
 from itertools import chain
-from pathlib import Path
-from types import CellType, FrameType, FunctionType, MethodType, ModuleType
+from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +14,7 @@ import torch
 from torch import nn
 
 from flashckpt.core.digest import digest, digest_of
+from flashckpt.exactness.insides import contents, is_own, place_of
 from flashckpt.state import rng
 from flashckpt.state.data_sources import begins_when_read
 from flashckpt.state.placement import dtensor
@@ -27,7 +25,6 @@ DEEPEST, MOST, MOST_ITEMS, LONGEST = 6, 20_000, 100_000, 64
 _PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes))
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-_FOREIGN = tuple(str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "purelib", "platlib"))
 _OF_MODULES = frozenset(vars(nn.Module()))
 
 
@@ -35,7 +32,7 @@ class Leaf(NamedTuple):
     """One thing of which a digest was taken.
 
     Attributes:
-        kind: "tracked", "object" (of one that nobody tracks), "generator", "tensor" or "value".
+        kind: "tracked", "object" (of one that nobody tracks), "generator", "tensor", "value" or "gradient".
         owner: The object whose state it is part of, "" for a variable.
         of: Its class.
         digest: Of its bytes.
@@ -70,15 +67,6 @@ def digest_of_inputs(value: Any) -> int:
     if isinstance(value, list | tuple):
         return digest(repr([digest_of_inputs(one) for one in value]).encode())
     return digest(repr(value).encode() if type(value) in _PLAIN else type(value).__qualname__.encode())
-
-
-def is_own(name: str | None) -> bool:
-    """Return whether a module is the user's: not of Python, of an installed package or of flashckpt."""
-    module = sys.modules.get(name or "")
-    file = getattr(module, "__file__", None)
-    if not file or (name or "").partition(".")[0] == "flashckpt":
-        return False
-    return not str(Path(file).resolve()).startswith(_FOREIGN)
 
 
 def generators() -> dict[str, Leaf]:
@@ -121,32 +109,52 @@ class Walk:
         self._tracked, self._reads_sources = tracked, reads_sources
         self._seen: dict[int, Any] = {}  # held, so that no id is used again
         self._names: dict[int, str] = {}
+        self._waiting: deque[tuple[str, Any, int, bool]] = deque()  # the nearest first: by the shortest name
 
     def run(self, frame: FrameType | None) -> dict[str, Leaf]:
         """Return the leaves of the tracked state, the generators, and the variables from `frame` on."""
+        self._tracked_state()
+        self.leaves |= generators()
+        for path, value in variables(frame):
+            self._wait(path, value, 0, is_foreign=False)
+        while self._waiting:
+            path, value, depth, is_foreign = self._waiting.popleft()
+            self._visit(path, value, depth, is_foreign=is_foreign)
+        return self.leaves
+
+    def _tracked_state(self) -> None:
         tracked = self._tracked
         for label, parts in tracked.modules.items():
             self._names |= {id(p): name for part in parts for name, p in part.named_parameters()}
             for part in parts:
                 self._module(label, part, ("tracked", label, type(part).__qualname__))
+                self._gradients(label, part)
         for label, optimizer in ((label, one) for label, several in tracked.optimizers.items() for one in several):
             self._optimizer(label, optimizer, ("tracked", label, type(optimizer).__qualname__))
+            self._beside(label, optimizer)
         for label, thing in tracked.objects.items():
             self._seen[id(thing)] = thing
             if label not in tracked.unread and (self._reads_sources or not begins_when_read(thing)):
                 self._tree(label, thing.state_dict(), 0, ("tracked", label, type(thing).__qualname__))
-        self.leaves |= generators()
+            self._beside(label, thing)
         for part in chain.from_iterable(tracked.modules.values()):
             self._attributes_of_modules("", part)
-        for path, value in variables(frame):
-            self._visit(path, value, 0, is_foreign=False)
-        return self.leaves
+
+    def _wait(self, path: str, value: Any, depth: int, *, is_foreign: bool) -> None:
+        if depth <= DEEPEST and (type(value) in _PLAIN or id(value) not in self._seen):
+            self._waiting.append((path, value, depth, is_foreign))
+
+    def _beside(self, path: str, value: Any, depth: int = 0) -> None:
+        """Visit what an object has beside what is already taken of it."""
+        for name, one, is_foreign in contents(path, value):
+            self._wait(name, one, depth + 1, is_foreign=is_foreign)
 
     def _leaf(self, path: str, value: Any, owner: tuple[str, str, str] | None, kind: str) -> None:
         if len(self.leaves) >= MOST:
             return
         if isinstance(value, torch.Tensor):
             raw, shown = bytes_of(value), f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+            shown = repr(value.tolist()) if type(value) is torch.Tensor and not (value.ndim or value.is_meta) else shown
         elif isinstance(value, np.ndarray):
             raw, shown = np.ascontiguousarray(value).tobytes(), f"{value.dtype}{list(value.shape)}"
         else:
@@ -158,15 +166,29 @@ class Walk:
     # -- objects with state -----------------------------------------------------------------------------------
 
     def _module(self, path: str, module: nn.Module, owner: tuple[str, str, str]) -> None:
-        for one in module.modules():
+        unsaved = set[str]()
+        for name, one in module.named_modules():
             self._seen[id(one)] = one
+            unsaved |= {f"{name}.{key}".removeprefix(".") for key in one._non_persistent_buffers_set}  # noqa: SLF001 -- has no public name
         for name, tensor in chain(module.named_parameters(), module.named_buffers()):
-            if id(tensor) not in self._seen:
-                self._seen[id(tensor)] = tensor
+            if id(tensor) in self._seen:
+                continue
+            self._seen[id(tensor)] = tensor
+            if owner[0] == "tracked" and name in unsaved:
+                self._leaf(f"{path}.{name}, of persistent=False,", tensor, None, "tensor")
+            else:
                 self._leaf(f"{path}.{name}", tensor, owner, "tensor")
+            for key, value in vars(tensor).items():
+                if not key.startswith("_"):
+                    self._wait(f"{path}.{name}.{key}", value, 1, is_foreign=False)
+
+    def _gradients(self, label: str, module: nn.Module) -> None:
+        given = [bytes_of(p.grad) for p in module.parameters() if p.grad is not None]
+        raw = [one for one in given if not isinstance(one, np.ndarray) or one.any()]
+        self.leaves[f"gradients of {label}"] = Leaf("gradient", label, "", f"{digest_of(*raw):x}" if raw else "", "")
 
     def _optimizer(self, path: str, optimizer: torch.optim.Optimizer, owner: tuple[str, str, str]) -> None:
-        self._seen |= {id(optimizer): optimizer, id(optimizer.state): optimizer.state}
+        self._seen |= {id(one): one for one in (optimizer, optimizer.state, optimizer.param_groups)}
         for at, group in enumerate(optimizer.param_groups):
             own = {key: value for key, value in group.items() if key != "params"}
             self._tree(f"{path} group {at}", own, 0, owner)
@@ -186,87 +208,79 @@ class Walk:
             self._leaf(path, node, owner, "value")
 
     def _attributes_of_modules(self, path: str, module: nn.Module) -> None:
-        """Visit what modules keep beside parameters and buffers: no snapshot has it."""
+        """Visit what modules keep beside parameters and buffers, and their hooks: no snapshot has it."""
         for name, one in module.named_modules():
-            where = ".".join(filter(None, (path or "model", name)))
+            where, is_foreign = ".".join(filter(None, (path or "model", name))), not is_own(type(one).__module__)
             for key, value in vars(one).items():
-                if key not in _OF_MODULES and not key.startswith("_"):
-                    self._visit(f"{where}.{key}", value, 1, is_foreign=not is_own(type(one).__module__))
+                if key not in _OF_MODULES and not (is_foreign and key.startswith("_")):
+                    self._wait(f"{where}.{key}", value, 1, is_foreign=is_foreign)
+            for hook in chain(one._forward_hooks.values(), one._forward_pre_hooks.values()):  # noqa: SLF001 -- has no public name
+                self._wait(f"a hook of {where}", hook, 1, is_foreign=True)
 
     # -- variables --------------------------------------------------------------------------------------------
 
-    def _visit(self, path: str, value: Any, depth: int, *, is_foreign: bool) -> None:  # noqa: C901 -- one case per type
-        kind = type(value)
-        if kind in _PLAIN or isinstance(value, np.generic):
+    def _visit(self, path: str, value: Any, depth: int, *, is_foreign: bool) -> None:
+        if type(value) in _PLAIN or isinstance(value, np.generic):
             if not is_foreign:
                 self._leaf(path, value, None, "value")
-            return
-        if depth > DEEPEST or id(value) in self._seen or len(self._seen) > MOST or isinstance(value, type | ModuleType):
-            return
-        self._seen[id(value)] = value
+        elif id(value) not in self._seen and len(self._seen) <= MOST:
+            self._seen[id(value)] = value
+            self._object(path, value, depth, is_foreign=is_foreign)
+
+    def _object(self, path: str, value: Any, depth: int, *, is_foreign: bool) -> None:
+        owner = ("object", path, type(value).__qualname__)
         if isinstance(value, torch.Tensor | np.ndarray):
             if not is_foreign:
-                self._leaf(path, value, None, "tensor")
+                self._leaf(path, value, None, "tensor" if value.ndim else "value")  # a number: a meter, as any other
         elif isinstance(value, _GENERATORS):
             self._leaf(path, _state_of(value), None, "generator")
         elif isinstance(value, _CONTAINERS):
             self._container(path, value, depth, is_foreign=is_foreign)
         elif isinstance(value, nn.Module):
-            self._module(path, value, ("object", path, kind.__qualname__))
+            self._module(path, value, owner)
             self._attributes_of_modules(path, value)
         elif isinstance(value, torch.optim.Optimizer):
-            self._optimizer(path, value, ("object", path, kind.__qualname__))
-        elif _keeps_state(value):
-            self._tree(path, value.state_dict(), 0, ("object", path, kind.__qualname__))
-        elif isinstance(value, FunctionType | MethodType):
-            self._function(path, value, depth)
+            self._optimizer(path, value, owner)
+        elif (state := _state_dict_of(value)) is not None:
+            self._tree(path, state, 0, owner)
+        elif (place := place_of(value)) is not None:
+            if not is_foreign:
+                self._leaf(path, place, None, "value")
         else:
-            self._members(path, value, depth)
+            self._beside(path, value, depth)
 
     def _container(self, path: str, value: Any, depth: int, *, is_foreign: bool) -> None:
-        if len(value) > MOST_ITEMS:
-            return
         items = list(value.values() if isinstance(value, dict) else value)
-        if isinstance(value, set | frozenset) or (len(items) > LONGEST and _PLAIN.issuperset(map(type, items))):
-            if not is_foreign and _PLAIN.issuperset(map(type, items)):
-                self._leaf(
-                    path, sorted(items, key=repr) if isinstance(value, set | frozenset) else items, None, "value"
-                )
-            return
-        if not isinstance(value, dict) and _PLAIN.issuperset(map(type, items)):
-            if not is_foreign:
-                self._leaf(path, items, None, "value")
+        is_plain = _PLAIN.issuperset(map(type, items))
+        if not is_foreign and (is_plain or len(items) > LONGEST) and not isinstance(value, dict):
+            ordered = sorted(items, key=repr) if isinstance(value, set | frozenset) else items
+            if is_plain:
+                self._leaf(path, ordered, None, "value")
+            elif all(_is_data(one, 2) for one in items):
+                shown = f"{type(value).__name__} of {len(items)}"
+                self.leaves[path] = Leaf("tensor", "", "", f"{digest_of_inputs(ordered):x}", shown)
+        if not is_foreign and not (is_plain and items):
+            self._leaf(f"len({path})", len(items), None, "value")
+        if path in self.leaves or len(items) > MOST_ITEMS or isinstance(value, set | frozenset):
             return
         for key, one in zip(value if isinstance(value, dict) else range(len(items)), items, strict=True):
-            self._visit(f"{path}[{key!r}]", one, depth + 1, is_foreign=is_foreign)
-
-    def _function(self, path: str, value: Any, depth: int) -> None:
-        if isinstance(value, MethodType):
-            self._visit(f"{path}.__self__", value.__self__, depth + 1, is_foreign=True)
-            return
-        if not is_own(value.__module__):
-            return
-        cells: tuple[CellType, ...] = value.__closure__ or ()
-        for name, cell in zip(value.__code__.co_freevars, cells, strict=True):
-            try:
-                inside = cell.cell_contents
-            except ValueError:  # not assigned yet
-                continue
-            self._visit(f"{name} of {value.__name__}()", inside, depth + 1, is_foreign=False)
-        for name, one in vars(value).items():
-            self._visit(f"{path}.{name}", one, depth + 1, is_foreign=False)
-
-    def _members(self, path: str, value: Any, depth: int) -> None:
-        module = type(value).__module__
-        if module.partition(".")[0] in ("flashckpt", "logging", "threading"):
-            return
-        for name, one in list(getattr(value, "__dict__", {}).items()):
-            self._visit(f"{path}.{name}", one, depth + 1, is_foreign=not is_own(module))
+            self._wait(f"{path}[{key!r}]", one, depth + 1, is_foreign=is_foreign)
 
 
-def _keeps_state(value: Any) -> bool:
-    has_both = callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-    return has_both and not begins_when_read(value)
+def _is_data(value: Any, depth: int) -> bool:
+    """Return whether it is a tensor, an array, plain, or a sequence of these."""
+    if isinstance(value, (torch.Tensor, np.ndarray)) or type(value) in _PLAIN:
+        return True
+    return depth > 0 and type(value) in (tuple, list) and all(_is_data(one, depth - 1) for one in value)
+
+
+def _state_dict_of(value: Any) -> Any:
+    """Return the state of an object that has one to give and to take; None too where its own code fails when it is asked."""
+    try:
+        has_both = callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+        return value.state_dict() if has_both and not isinstance(value, type) and not begins_when_read(value) else None
+    except Exception:  # noqa: BLE001 -- any object of the script: some make what they are asked for, and fail
+        return None
 
 
 def _state_of(generator: Any) -> Any:

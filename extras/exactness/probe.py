@@ -85,12 +85,17 @@ class RankProbe:
 
     def given(self, checkpointer: Checkpointer, module: nn.Module, inputs: Any) -> None:
         """A tracked model is called."""
+        if self.begins(checkpointer, module):
+            self._inputs.append(f"{digest_of_inputs(inputs):x}")
+
+    def begins(self, checkpointer: Checkpointer, module: nn.Module) -> bool:
+        """A tracked model or a part of it is called; return whether for training."""
         if torch.compiler.is_compiling() or not module.training or self._last is None:
-            return
+            return False
         if not self._is_seen:
             self._is_seen = True
             self.observe(checkpointer, BEGINS, self._last + 1)
-        self._inputs.append(f"{digest_of_inputs(inputs):x}")
+        return True
 
     def before_step(self, step: int) -> None:
         """Die here, where it is the turn: behind the fence of the snapshot of the step before."""
@@ -127,6 +132,12 @@ def _track(probe: RankProbe, original: Any, self: Checkpointer, **things: Any) -
             part.register_forward_pre_hook(
                 lambda module, args, kwargs: probe.given(self, module, [args, kwargs]), prepend=True, with_kwargs=True
             )
+            for child in part.children():  # of a model whose own methods are called: model.value(x)
+                child.register_forward_pre_hook(lambda module, _: _begins(probe, self, module), prepend=True)
+
+
+def _begins(probe: RankProbe, checkpointer: Checkpointer, module: nn.Module) -> None:
+    probe.begins(checkpointer, module)
 
 
 def _restore(probe: RankProbe, original: Any, self: Checkpointer, *args: Any, **settings: Any) -> Any:

@@ -2,10 +2,11 @@
 
     flash = FlashCheckpoint(accelerator, "/checkpoints/run7", data=loader, snapshot_every=5, persist_every=100)
     flash.restore()  # in the place of accelerator.load_state()
-    for batch in loader:
-        with accelerator.accumulate(model):
-            ...
-        flash.step()  # in the place of accelerator.save_state()
+    for epoch in flash.epochs(3):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                ...
+            flash.step()  # in the place of accelerator.save_state()
 
 Needs accelerate 1.15. The loop stays the user's; what was prepared and registered is taken from the accelerator.
 """
@@ -13,14 +14,14 @@ Needs accelerate 1.15. The loop stays the user's; what was prepared and register
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from accelerate.utils import DistributedType
 
 from flashckpt import Checkpointer
 from flashckpt.errors import ConfigError
-from flashckpt.integrations.prepared_data import positions_of, refuse_other_loaders
+from flashckpt.integrations.prepared_data import PreparedPosition, positions_of, refuse_other_loaders
 from flashckpt.integrations.shared import OneForAllRanks, OwnsCheckpointer
 from flashckpt.report import RestoreReport
 
@@ -89,6 +90,25 @@ class FlashCheckpoint(OwnsCheckpointer):
         report = self.checkpointer.restore(**wanted)
         self.steps = report.step if report else 0
         return report
+
+    def epochs(self, stop: int) -> Iterator[int]:
+        """Yield the epochs up to `stop`, by the first of `data`: the outer loop.
+
+        Right after a restore from the last step of an epoch, that epoch comes first, without a batch: what follows its
+        last batch (evaluation, pictures, a file of weights) is in no snapshot, and is done again.
+
+        Raises:
+            ConfigError: The data counts no epochs: torchdata's StatefulDataLoader.
+        """
+        first, *others = self._positions
+        if not callable(getattr(first, "epochs", None)):
+            raise ConfigError(
+                "these data count no epochs",
+                found=type(first).__qualname__,
+                expected="a prepared loader, or one with an ElasticSampler",
+                remedy="prepare the loader, or count epochs in an object that register_for_checkpointing() is given",
+            )
+        yield from first.epochs(stop, others) if isinstance(first, PreparedPosition) else first.epochs(stop)
 
     def _things(self) -> dict[str, Iterable[Any]]:
         models, optimizers, schedulers, registered = (getattr(self._accelerator, name) for name in _TAKEN)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from flashckpt.core.values import pack_values, unpack_values
 from flashckpt.errors import ConfigError
@@ -95,12 +95,19 @@ class WithIterators:
 
 
 class Replayed:
-    """A source whose epochs are read again from their beginning: the state is the number of batches."""
+    """A source whose epochs are read again from their beginning: the state is the number of batches.
+
+    Attributes:
+        workers: Of a loader of a stream, which they share: others give another order. None where they do not matter.
+    """
 
     has_epochs = True
 
     def __init__(self, source: Any) -> None:
         self._source = source
+        loaders = [one for one in (source, *getattr(source, "pipeline", ())) if isinstance(one, DataLoader)]
+        streams = [one.num_workers for one in loaders if isinstance(one.dataset, IterableDataset)]
+        self.workers = streams[0] if streams else None
 
     def begin(self, state: Any, epoch: int) -> Iterator[Any]:  # noqa: ARG002 -- it has none
         """Iterate over all of this epoch."""

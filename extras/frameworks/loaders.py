@@ -66,7 +66,8 @@ class ExactLoader:
         identity: Callable[[Any], Any] | None = None,
     ) -> None:
         self._name = f"{type(source).__module__.partition('.')[0]}'s {type(source).__qualname__}"
-        self._reader = BatchReader(source_of(source, replay=replay), self._name)
+        read = source_of(source, replay=replay)
+        self._reader, self._workers = BatchReader(read, self._name), getattr(read, "workers", None)
         self._per_step, self._identity = batches_per_step, identity
         kind = (type(source).__module__, type(source).__qualname__)
         self.flashckpt_replicated = kind == _ELASTIC if one_for_all is None else one_for_all
@@ -129,13 +130,14 @@ class ExactLoader:
         """Return where the last trained batch is drawn from, and what it was."""
         one, (rank, ranks) = self._trained, _rank_and_ranks()
         place = {"state": one.place.state, "epoch": one.place.epoch, "batches": one.place.batches}
-        return {"version": _VERSION, **place, "digest": one.digest, "rows": one.rows, "rank": rank, "ranks": ranks}
+        found = {"version": _VERSION, **place, "digest": one.digest, "rows": one.rows, "rank": rank, "ranks": ranks}
+        return found if self._workers is None else {**found, "workers": self._workers}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go to a recorded place: draw the batch before it once more, and compare it.
 
         Raises:
-            SamplerStateError: It is another batch, or another number of ranks; names what to change.
+            SamplerStateError: It is another batch, or another number of ranks or workers; names what to change.
         """
         rank, ranks = _rank_and_ranks()
         if state_dict["ranks"] != ranks and not self.flashckpt_replicated:
@@ -144,6 +146,13 @@ class ExactLoader:
                 found=f"a position on {state_dict['ranks']} ranks",
                 expected=f"one on {ranks}",
                 remedy=f"start on {state_dict['ranks']} ranks; an indexed data set with an ElasticSampler continues on any number",
+            )
+        if (workers := state_dict.get("workers", self._workers)) != self._workers:
+            raise self._refusal(
+                "reads its stream in another order with other workers",
+                found=f"{self._workers} workers",
+                expected=f"{workers}, as recorded",
+                remedy=f"num_workers={workers}; an indexed data set with an ElasticSampler continues with any number",
             )
         place = DataPlace(state=state_dict["state"], epoch=state_dict["epoch"], batches=state_dict["batches"])
         batch = self._reader.seek(place)

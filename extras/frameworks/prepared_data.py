@@ -103,6 +103,10 @@ class PreparedPosition:
         loader: What `prepare` returned.
         ranks: Of the accelerator.
 
+    Attributes:
+        is_ended: Whether the restored step was the last one of its epoch, and `epochs` has yet to yield that one again.
+        deals_nothing: Whether the loader is over that epoch now.
+
     Raises:
         ConfigError: Its position cannot be resumed.
     """
@@ -112,6 +116,7 @@ class PreparedPosition:
         self._stage = "unused"
         self._before_next: rng.Generators | None = None
         self._replayed: dict[str, Any] | None = None
+        self.is_ended = self.deals_nothing = False
         if problem := self._problem():
             raise ConfigError(
                 "the position of a prepared loader cannot be resumed",
@@ -132,10 +137,13 @@ class PreparedPosition:
             self._before_next = rng.Generators.now()
 
         loader._update_state_dict = _update_state_dict  # noqa: SLF001 -- as above
-        inner.__iter__ = lambda: self._begun(type(inner).__iter__(inner))  # as Accelerate asks for it, by this name
+        inner.__iter__ = lambda: self._begun(inner)  # as Accelerate asks for it, by this name
 
-    def _begun(self, made: Iterator[Any]) -> Iterator[Any]:
+    def _begun(self, loader: Any) -> Iterator[Any]:
         """Yield batches; the first one after a restore is one that had been fetched when the snapshot was taken."""
+        if self.deals_nothing:
+            return
+        made = type(loader).__iter__(loader)
         state, self._replayed = self._replayed, None
         if state is not None:
             now = rng.capture()
@@ -156,6 +164,18 @@ class PreparedPosition:
         if type(_sampler_of(loader)) not in {SeedableRandomSampler, SequentialSampler}:
             return f"a {type(_sampler_of(loader)).__qualname__}: its order is not that of a seed"
         return ""
+
+    def epochs(self, stop: int, others: Sequence[Any] = ()) -> Iterator[int]:
+        """See `ElasticSampler.epochs`; where this epoch has ended, `others` that have deal nothing either."""
+        first = self._loader.iteration
+        if self.is_ended:
+            ended = [one for one in (self, *others) if isinstance(one, PreparedPosition) and one.is_ended]
+            for one in ended:
+                one.is_ended, one.deals_nothing = False, True
+            yield first - 1
+            for one in ended:
+                one.deals_nothing = False
+        yield from range(first, stop)
 
     @property
     def batch_sampler(self) -> Any:
@@ -201,6 +221,7 @@ class PreparedPosition:
         if state_dict["seed"] is not None:
             _sampler_of(self._loader).initial_seed = state_dict["seed"]
         is_end = state_dict["is_end"]
+        self.is_ended = bool(is_end)
         self._replayed = None if is_end else state_dict.get("before_next")
         self._loader.iteration = state_dict["epoch"] + is_end
         self._stage = "between" if is_end else "running"

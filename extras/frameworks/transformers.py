@@ -37,18 +37,28 @@ class FlashCheckpoint(TrainerCallback):  # type: ignore[misc]  # transformers is
         root: As for `Checkpointer`.
         global_batch_size: Samples of one optimizer step over all ranks. Sets `gradient_accumulation_steps` to what
             gives it, so that a run continues alike on another number of ranks. None: what the arguments give.
+        persists_saves: Persist the steps that Trainer saves (`save_strategy`) too.
         **options: As for `Checkpointer`: snapshot_every and persist_every in optimizer steps, keep_last ...
 
     Attributes:
         checkpointer: The Checkpointer, from `on_train_begin` on.
+        is_training: Whether training runs: behind it, everything is committed.
 
     Raises:
         ConfigError: An argument is wrong; when the Trainer is built or begins: it has data or a sampling strategy whose
             order cannot be resumed, or a global batch that its ranks and micro-batches do not give.
     """
 
-    def __init__(self, root: str | os.PathLike[str], *, global_batch_size: int | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        global_batch_size: int | None = None,
+        persists_saves: bool = False,
+        **options: Any,
+    ) -> None:
         self.checkpointer = Checkpointer(root, **options)
+        self._persists_saves, self.is_training = persists_saves, False
         self._global_batch_size = global_batch_size
         self._trainer: Any = None
         self._batches: StepBatches | None = None
@@ -125,6 +135,7 @@ class FlashCheckpoint(TrainerCallback):  # type: ignore[misc]  # transformers is
             trainer=self._counted,
             rng=True,
         )
+        self.is_training = True
         if report := ckpt.restore():
             # the second: else the first logged loss is divided by all steps so far
             state.global_step = trainer._globalstep_last_logged = trainer._initial_global_step = report.step  # noqa: SLF001
@@ -151,7 +162,7 @@ class FlashCheckpoint(TrainerCallback):  # type: ignore[misc]  # transformers is
         assert self._batches is not None
         may_be_last = self._may_be_last(args, state, control)
         self._counted.evaluates = self._is_evaluated(args, control)
-        self.checkpointer.step(state.global_step, persist=may_be_last)
+        self.checkpointer.step(state.global_step, persist=may_be_last or self._is_saved(args, control))
         if may_be_last:
             self.checkpointer.fence()  # else the best model is loaded while the last one is copied
         state.epoch = self._batches.epochs_done
@@ -171,6 +182,11 @@ class FlashCheckpoint(TrainerCallback):  # type: ignore[misc]  # transformers is
         assert self._batches is not None
         return bool(control.should_evaluate or (args.eval_strategy == "epoch" and self._batches.ends_epoch))
 
+    def _is_saved(self, args: Any, control: Any) -> bool:
+        assert self._batches is not None
+        is_due = control.should_save or (args.save_strategy == "epoch" and self._batches.ends_epoch)
+        return bool(self._persists_saves and is_due)
+
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note the generators before an evaluation at the end of the epoch."""
         self._keep_generators(control)
@@ -189,6 +205,7 @@ class FlashCheckpoint(TrainerCallback):  # type: ignore[misc]  # transformers is
             self.checkpointer.wait()
         finally:
             self.checkpointer.close()
+            self.is_training = False
 
 
 class _Counted:
@@ -201,13 +218,17 @@ class _Counted:
         self.evaluates = False  # behind this step
 
     def state_dict(self) -> dict[str, Any]:
-        counted = {name: getattr(self._trainer.state, name) for name in _COUNTED}
+        trainer = self._trainer
+        counted = {name: getattr(trainer.state, name) for name in _COUNTED}
+        # Trainer adds up on each rank what it sums over the ranks when it logs: here every rank counts like this one
+        counted["total_flos"] += trainer.current_flos * max(1, trainer.args.world_size)
         return {**counted, "evaluates": self.evaluates}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.evaluates = state_dict.get("evaluates", False)  # of before this record
         for name in state_dict.keys() - {"evaluates"}:
             setattr(self._trainer.state, name, state_dict[name])
+        self._trainer.current_flos = 0
 
 
 def _calling_trainer() -> Any:

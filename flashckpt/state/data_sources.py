@@ -57,6 +57,11 @@ ORDER_AGAIN = Continuation(
     words="exact only if its sampler gives the same order each time: it keeps no state, and is read again from its beginning",
     is_exact=False,
 )
+SHARED_GENERATOR = Continuation(
+    words="exact to the end of the epoch: its sampler and the loader itself draw from one generator=, of which it records the "
+    "sampler's part; flashckpt.integrations.loaders.ExactLoader keeps it",
+    is_exact=False,
+)
 STREAM = Continuation(words="exact on the same ranks, iterated in this process")
 SHUFFLED_STREAM = Continuation(
     words="exact but for what its shuffle buffer holds: those samples do not come after a restart", is_exact=False
@@ -83,10 +88,17 @@ def continuation_of(thing: Any) -> Continuation | None:
 def _of_loader(loader: Any) -> Continuation:
     data = loader.dataset
     if not isinstance(data, IterableDataset):
-        return _of_order(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+        found = _of_order(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+        return SHARED_GENERATOR if found is LOADER and _shares_generator(loader) else found
     if _is(data, "datasets", "IterableDataset") and _has_buffer(data):
         return SHUFFLED_STREAM
     return OWN_STATE if keeps_state(data) else READ_AGAIN
+
+
+def _shares_generator(loader: Any) -> bool:
+    """Whether the order is drawn in this process from the generator that gives each iterator its seed."""
+    own, order = loader.generator, getattr(loader.sampler, "generator", None)
+    return own is not None and own is order and not loader.num_workers
 
 
 def _of_order(order: Any) -> Continuation:

@@ -234,3 +234,20 @@ def test_pytorchjob_manifest_fits_kubeflows_schema_and_dlrun_reads_what_the_oper
     volumes = {volume["name"]: volume for volume in pods["volumes"]}
     assert set(mounts.values()) == set(volumes)
     assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+
+
+def test_elasticjob_manifest_fits_dlrovers_schema_and_dlrun_takes_its_command() -> None:
+    job = documents("elasticjob.yaml")["ElasticJob"]
+    assert problems(job) == []
+    worker = job["spec"]["replicaSpecs"]["worker"]
+    pods = worker["template"]["spec"]
+    (container,) = pods["containers"]
+    assert (container["name"], container["command"][0]) == ("main", "dlrun")
+    args = cli.parse_args(container["command"][1:])
+    assert (args.nnodes, args.rdzv_backend) == (f"1:{worker['replicas']}", "c10d")
+    assert (
+        args.rdzv_endpoint == f"{job['metadata']['name']}-edljob-worker-0:3333"
+    )  # as DLRover names a worker's service
+    assert args.grace_timeout < pods["terminationGracePeriodSeconds"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == int(args.nproc_per_node)
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pods["volumes"]}

@@ -93,11 +93,8 @@ class Training:
             loader = DataLoader(Counted(), batch_size=MICRO, shuffle=True, num_workers=given.workers)
             self.loader = self.accelerator.prepare(loader)
         else:
-            self.sampler = ElasticSampler(Counted(), dp_rank=rank, dp_size=world, global_batch_size=BATCH, seed=1)
-            self.loader = DataLoader(Counted(), batch_size=MICRO, sampler=self.sampler, num_workers=given.workers)
-
-    def epochs(self):
-        return range(self.loader.iteration, EPOCHS) if self.given.prepared else self.sampler.epochs(EPOCHS)
+            sampler = ElasticSampler(Counted(), dp_rank=rank, dp_size=world, global_batch_size=BATCH, seed=1)
+            self.loader = DataLoader(Counted(), batch_size=MICRO, sampler=sampler, num_workers=given.workers)
 
     def train(self, batch):
         with self.accelerator.accumulate(self.model):
@@ -127,7 +124,7 @@ class Training:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def run(self, flash, file):
-        for _epoch in self.epochs():
+        for _epoch in flash.epochs(EPOCHS):
             for batch in self.loader:
                 self.train(batch)
                 if self.accelerator.sync_gradients:

@@ -18,7 +18,7 @@ from integration.frameworks.augmented import Augmented
 def train(switches: dict[str, Any], life: Any) -> None:
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    own = {"gradient_accumulation_steps", "workers", "shuffle", "loaders", "prepared"}
+    own = {"gradient_accumulation_steps", "workers", "shuffle", "loaders", "prepared", "draws_behind"}
     options = {key: value for key, value in switches.items() if key not in own}
     accelerator = Accelerator(
         cpu=True,
@@ -30,7 +30,6 @@ def train(switches: dict[str, Any], life: Any) -> None:
     model, optimizer = accelerator.prepare(core, optimizer)
     workers, count = switches.get("workers", 0), switches.get("loaders", 1)
     data = Augmented(11, draws=not workers)  # the last batch is a smaller one
-    sampler = None
     if switches.get("prepared", True):
         made = [
             DataLoader(data, batch_size=3, shuffle=switches.get("shuffle", True), num_workers=workers)
@@ -44,7 +43,7 @@ def train(switches: dict[str, Any], life: Any) -> None:
     with FlashCheckpoint(accelerator, life.root, data=loaders, **options) as flash:
         life.owns(flash.checkpointer)
         flash.restore()
-        for _ in range(loaders[0].iteration, 2) if sampler is None else sampler.epochs(2):
+        for _ in flash.epochs(2):
             for batches in zip(*loaders, strict=True):
                 life.begins()
                 with accelerator.accumulate(model):
@@ -56,3 +55,5 @@ def train(switches: dict[str, Any], life: Any) -> None:
                 if accelerator.sync_gradients:
                     life.stepped(flash.steps + 1)
                 flash.step()
+            if switches.get("draws_behind"):
+                torch.rand(())  # as an evaluation does

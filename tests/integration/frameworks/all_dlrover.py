@@ -114,3 +114,15 @@ def test_megatron_with_tensor_parallel_ranks_and_loss_scaling(tmp_path: Path) ->
     assert len(scales) > 1
     output = run("megatron_job.py", killed, 2, *words, code=10)
     assert "other tensor or pipeline parallel sizes" in output, output
+
+
+@needs("transformers")
+def test_flash_ckpt_trainer_killed_between_its_checkpoints_ends_as_an_unbroken_run(tmp_path: Path) -> None:
+    """Snapshots between the saves, so that the kill costs no step; no folder of Trainer's own."""
+    run("dlrover_hf_job.py", tmp_path / "whole", 1)
+    run("dlrover_hf_job.py", tmp_path / "killed", 1, "--kill-at", 6)
+    assert lines(tmp_path / "killed", 0) == lines(tmp_path / "whole", 0)
+    assert len(lines(tmp_path / "whole", 0)) == 10
+    for folder in ("whole", "killed"):
+        assert list((tmp_path / folder / "out/flashckpt").glob("step-000000010.g*/MANIFEST"))
+        assert not list((tmp_path / folder / "out").glob("checkpoint-*"))

@@ -55,9 +55,9 @@ def accelerate_switches() -> list[Switches]:
     return [
         *found,
         {"shuffle": False},
-        {"loaders": 2},
+        *({"draws_behind": True, "loaders": loaders} for loaders in (1, 2)),
         {"non_blocking": True, "even_batches": False},
-        {"prepared": False},
+        *({"draws_behind": draws, "prepared": False} for draws in (False, True)),
     ]
 
 
@@ -106,6 +106,10 @@ class Life:
     def saw(self, batch: Any, loss: Any) -> None:
         """Take note of a batch; where the life is over, die instead."""
         self._words.append(f"{float(batch.sum()).hex()}/{float(loss).hex()}")
+
+    def says(self, word: str) -> None:
+        """Take note of something else that must be the same."""
+        self._words.append(word)
 
     def begins(self) -> None:
         """Die, once the last snapshot is complete, if all steps are done."""

@@ -25,6 +25,9 @@ class Net(torch.nn.Module):
         self.net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1))
         self.life = life
 
+    def floating_point_ops(self, inputs: dict[str, torch.Tensor]) -> int:
+        return 10 * len(inputs["x"])
+
     def forward(self, x: torch.Tensor, return_loss: bool = True) -> dict[str, torch.Tensor]:
         loss = self.net(x / 16).pow(2).mean() + (0 if self.training else torch.rand(()))
         if self.training:
@@ -37,6 +40,7 @@ class Steps(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, life: Any) -> None:
         self.life = life
+        self.trainer: Any = None
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if later := self.life.later:
@@ -46,6 +50,7 @@ class Steps(TrainerCallback):  # type: ignore[misc]
         self.life.begins()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.life.says(f"{state.total_flos + self.trainer.current_flos:.0f}")
         self.life.stepped(state.global_step)
 
 
@@ -60,7 +65,9 @@ def train(switches: dict[str, Any], life: Any) -> None:
     flash = FlashCheckpoint(life.root, snapshot_every=1, persist_every=1000, job=life.root.name)
     life.owns(flash.checkpointer)
     draws = not args.dataloader_num_workers
-    Trainer(
+    steps = Steps(life)
+    steps.trainer = Trainer(
         model=Net(life), args=args, train_dataset=Named(12, draws=draws), eval_dataset=Named(7, draws=draws),
-        callbacks=[Steps(life), flash],
-    ).train()  # fmt: skip
+        callbacks=[steps, flash],
+    )  # fmt: skip
+    steps.trainer.train()

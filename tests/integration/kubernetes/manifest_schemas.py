@@ -1,8 +1,9 @@
 """Cut the schemas of the manifests in docs/ out of the projects' own.
 
 `python tests/integration/kubernetes/manifest_schemas.py CRD.yaml...`, with jobset.x-k8s.io_jobsets.yaml of
-kubernetes-sigs/jobset (config/components/crd/bases), kubeflow.org_pytorchjobs.yaml of kubeflow/training-operator 1 and trainer.kubeflow.org_trainjobs.yaml and _trainingruntimes.yaml of
-kubeflow/trainer (manifests/base/crds).
+kubernetes-sigs/jobset (config/components/crd/bases), kubeflow.org_pytorchjobs.yaml of kubeflow/training-operator 1,
+trainer.kubeflow.org_trainjobs.yaml and _trainingruntimes.yaml of kubeflow/trainer (manifests/base/crds), and
+elastic.iml.github.io_elasticjobs.yaml of DLRover (go/elasticjob/config/crd/bases).
 
 A manifest is checked against all of its schema; then what the manifest touches is written to tests/format, with the names of
 all other fields beside it, for the tests, which run without a network. Needs PyYAML and jsonschema.
@@ -21,6 +22,7 @@ from jsonschema import Draft7Validator  # type: ignore[import-untyped]
 ROOT = Path(__file__).resolve().parents[3]
 FORMAT = ROOT / "tests" / "format"
 MANIFESTS = {
+    "ElasticJob": "elasticjob.yaml",
     "JobSet": "jobset.yaml",
     "PyTorchJob": "pytorchjob.yaml",
     "TrainJob": "trainjob.yaml",

@@ -272,3 +272,4 @@ def test_a_restart_whose_script_names_another_root_says_why_it_begins_from_scrat
         assert not launch.says("begins from scratch")
         os.kill(pids[1], signal.SIGKILL)
         launch.until(lambda: launch.says("this restart begins from scratch: its root is another one"), "the warning")
+        launch.until(lambda: list((tmp_path / "root1").glob("step-*/MANIFEST")), "a commit on the other root")

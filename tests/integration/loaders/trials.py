@@ -56,12 +56,11 @@ class Trials:
         self._whole: dict[tuple[int, int], Run] = {}
 
     def run(self, trial: str) -> Verdict:
-        """Return what came out of it; "" where a loader has no workers."""
+        """Return what came out of it."""
         if trial == KILLS:
-            return self._killed("killed", workers=[max(self._workload.workers, default=0)], kills=KILLED)
+            return self._killed("killed", workers=[max(self._workload.workers)], kills=KILLED)
         if trial == WORKERS:
-            workers = list(self._workload.workers)
-            return self._killed("workers", workers=workers, kills=KILLED[:2]) if workers else Verdict("")
+            return self._killed("workers", workers=list(self._workload.workers), kills=KILLED[:2])
         return self._other_ranks()
 
     def _killed(self, name: str, *, workers: list[int], kills: tuple[int, ...]) -> Verdict:

@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 SAMPLES, GLOBAL_BATCH, EPOCHS = 48, 4, 2
 KILLS, WORKERS, RANKS = "kills", "workers", "ranks"
@@ -47,7 +47,7 @@ class Workload:
         name: In the table.
         make: Returns the loader.
         needs: Modules without which it is skipped.
-        workers: Numbers of workers of the starts of the trial of that name; empty: it has no workers.
+        workers: Numbers of workers of the starts of the trial of that name.
         promised: Trial -> what must come out; EXACT where it is not named.
         note: What a reader must know.
     """
@@ -72,13 +72,15 @@ class Numbers(Dataset):  # type: ignore[type-arg]
 
 
 class Stream(IterableDataset):  # type: ignore[type-arg]
-    """Without state, in the same order each time."""
+    """Without state, in the same order each time; shared by the workers of a loader as libraries do."""
 
     def __init__(self, place):
         self.place = place
 
     def __iter__(self):
-        for index in range(self.place.rank, SAMPLES, self.place.ranks):
+        worker = get_worker_info()
+        first, each = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        for index in range(self.place.rank + first * self.place.ranks, SAMPLES, self.place.ranks * each):
             yield {"id": index}
 
 
@@ -142,6 +144,8 @@ def grain_window(place):
     data = grain.MapDataset.source(range(SAMPLES))[place.rank :: place.ranks].map(lambda index: {"id": index})
     data = grain.experimental.WindowShuffleIterDataset(data.to_iter_dataset(), window_size=7, seed=3)
     data = data.batch(place.batch)
+    if place.workers:
+        return exact(data.mp_prefetch(grain.MultiprocessingOptions(num_workers=place.workers)))
     return exact(grain.experimental.ThreadPrefetchIterDataset(data, prefetch_buffer_size=3))
 
 
@@ -177,11 +181,11 @@ def torchdata_map(place):
 
 
 def torchdata_nodes(place):
-    from torchdata.nodes import Batcher, Loader, MapStyleWrapper, Prefetcher
+    from torchdata.nodes import Batcher, Loader, ParallelMapper, Prefetcher, SamplerWrapper
     from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
     order = StatefulDistributedSampler(Numbers(), num_replicas=place.ranks, rank=place.rank, seed=3)
-    node = MapStyleWrapper(map_dataset=Numbers(), sampler=order)
+    node = ParallelMapper(SamplerWrapper(order), Numbers().__getitem__, place.workers, method="thread")
     return exact(Loader(Prefetcher(Batcher(node, place.batch), 3)))
 
 
@@ -224,11 +228,21 @@ def _stream(place):
 
 
 def hf_stream(place):
-    return exact(_stream(place).batch(place.batch))
+    stream = _stream(place).batch(place.batch)
+    return exact(_in_workers(stream, place) if place.workers else stream)
+
+
+def _in_workers(stream, place):
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return StatefulDataLoader(stream, batch_size=None, num_workers=place.workers)
 
 
 def hf_buffer(place):
-    return exact(_stream(place).shuffle(seed=3, buffer_size=16).batch(place.batch), replay=True)
+    stream = _stream(place).shuffle(seed=3, buffer_size=16).batch(place.batch)
+    return exact(
+        DataLoader(stream, batch_size=None, num_workers=place.workers) if place.workers else stream, replay=True
+    )
 
 
 def tars(place):
@@ -246,7 +260,7 @@ def webdataset(place):
 
 
 def plain(place):
-    return exact(DataLoader(Stream(place), batch_size=place.batch), replay=True)
+    return exact(DataLoader(Stream(place), batch_size=place.batch, num_workers=place.workers), replay=True)
 
 
 def plain_bare(place):
@@ -269,12 +283,9 @@ WORKLOADS = {
             name="Grain stream, window shuffle, prefetch",
             make=grain_window,
             needs=("grain",),
-            workers=(),
-            promised=_OTHER_RANKS_REFUSED,
+            promised=_ALIKE,
         ),
-        Workload(
-            name="Grain `DataLoader`", make=grain_loader, needs=("grain",), workers=(), promised=_OTHER_RANKS_REFUSED
-        ),
+        Workload(name="Grain `DataLoader`", make=grain_loader, needs=("grain",), promised=_ALIKE),
         Workload(
             name="torchdata `StatefulDataLoader`",
             make=torchdata_map,
@@ -285,24 +296,20 @@ WORKLOADS = {
             name="`torchdata.nodes`, prefetch",
             make=torchdata_nodes,
             needs=("torchdata",),
-            workers=(),
-            promised=_OTHER_RANKS_REFUSED,
+            promised=_ALIKE,
         ),
         Workload(name="mosaicml `StreamingDataLoader`", make=mosaic, needs=("streaming",), promised=_EVERYWHERE),
         Workload(name="litdata `StreamingDataLoader`", make=litdata, needs=("litdata",), promised=_OTHER_RANKS_REFUSED),
-        Workload(
-            name="`datasets` stream", make=hf_stream, needs=("datasets",), workers=(), promised=_OTHER_RANKS_REFUSED
-        ),
+        Workload(name="`datasets` stream", make=hf_stream, needs=("datasets",), promised=_ALIKE),
         Workload(
             name="`datasets` stream, shuffle buffer, `replay=True`",
             make=hf_buffer,
             needs=("datasets",),
-            workers=(),
-            promised=_OTHER_RANKS_REFUSED,
+            promised=_ALIKE,
         ),
         Workload(name="WebDataset stream, `replay=True`", make=webdataset, needs=("webdataset",), promised=_ALIKE),
-        Workload(name="stream without state, `replay=True`", make=plain, workers=(), promised=_OTHER_RANKS_REFUSED),
-        Workload(name="stream without state", make=plain_bare, workers=(), promised=_ALL_REFUSED),
+        Workload(name="stream without state, `replay=True`", make=plain, promised=_ALIKE),
+        Workload(name="stream without state", make=plain_bare, promised=_ALL_REFUSED),
     )
 }
 

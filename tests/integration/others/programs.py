@@ -1,4 +1,8 @@
-"""The programs: where each lies in its sources, what it is started with, what makes it small, and what it needs."""
+"""The programs: where each lies in its sources, what it is started with, what makes it small, and what it needs.
+
+Not among them: torchtune 0.6.1, whose import fails beside torchao 0.18 (it has no torchao.dtypes.nf4tensor); mosaicml's composer
+0.32.1, which asks for a torch below 2.7.1; litgpt 0.5.13, whose training is a command of its package and no script.
+"""
 
 from __future__ import annotations
 
@@ -99,6 +103,10 @@ PROGRAMS = [
         needs=("torchvision",),
         root="out/checkpoints",
         kills=(7, 9),
+        checked=(
+            "--ignore",
+            "scheduler.metric",
+        ),  # the mean loss since the epoch began, or the restart; of plateaus alone
     ),
     Program(
         name="diffusers",

@@ -87,6 +87,30 @@ def test_a_tensor_that_each_step_makes_is_a_consequence() -> None:
     for step in range(1, 5):
         made.leaves[BEGINS, step] = {**made.leaves[BEGINS, step], "ema": Recorded("tensor", "", "", f"new{step}", "")}
     assert continued(made, again(ema=0)).causes == []
+    moves = again(ema=0, model=lambda done: done if done < 3 else -done)
+    assert [cause.name for cause in continued(made, moves).causes] == ["ema"], "where the training moves, it may be why"
+
+
+def test_a_batch_that_was_fetched_ahead_is_the_cause_though_it_is_another_one_soon() -> None:
+    restarted = again(ema=lambda done: 0 if done == 2 else done)
+    assert continued(trace(), restarted).causes == []
+    moves = again(ema=lambda done: 0 if done == 2 else done, model=lambda done: done if done < 3 else -done)
+    assert [cause.name for cause in continued(trace(), moves).causes] == ["ema"]
+
+
+def test_gradients_from_before_a_step_are_the_cause_where_nothing_else_is() -> None:
+    def with_gradients(run: RunTrace, digest: str) -> RunTrace:
+        for leaves in run.leaves.values():
+            leaves["gradients of model"] = Recorded("gradient", "model", "", digest, "")  # type: ignore[index]
+        return run
+
+    whole = with_gradients(trace(), "some")
+    assert continued(whole, with_gradients(again(), "")).verdict == EXACT, "the step drops them"
+    moves = with_gradients(again(model=lambda done: done if done < 3 else -done), "")
+    (cause,) = continued(whole, moves).causes
+    assert (cause.kind, cause.name) == ("gradient", "model")
+    moves = with_gradients(again(ema=0, model=lambda done: done if done < 3 else -done), "")
+    assert [cause.kind for cause in continued(whole, moves).causes] == ["tensor"]
 
 
 def test_what_differs_between_unbroken_runs_is_noise_or_the_answer() -> None:

@@ -316,6 +316,21 @@ class Buffered:
 Buffered.__module__, Buffered.__qualname__ = "datasets.iterable_dataset", "IterableDataset"
 
 
+def test_other_workers_of_a_stream_that_is_read_again_are_refused_whatever_batch_they_deal() -> None:
+    """The first batch is the same with one worker and with none; what follows need not be."""
+
+    def made(workers: int) -> ExactLoader:
+        return ExactLoader(DataLoader(Ordered(), batch_size=2, num_workers=workers), replay=True)
+
+    data = made(1)
+    assert take(data, 1)
+    for state in (data.state_dict(), {k: v for k, v in data.state_dict().items() if k != "workers"}):
+        made(1).load_state_dict(state)  # a state of an earlier release does not say
+    with pytest.raises(SamplerStateError, match="another order with other workers") as caught:
+        made(0).load_state_dict(data.state_dict())
+    assert caught.value.remedy.startswith("num_workers=1; ")
+
+
 @pytest.mark.parametrize(
     ("thing", "found", "remedy"),
     [

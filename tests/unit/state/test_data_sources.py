@@ -38,6 +38,7 @@ from flashckpt.state.data_sources import (
     OTHER_LOADER,
     OWN_STATE,
     READ_AGAIN,
+    SHARED_GENERATOR,
     SHUFFLED_STREAM,
     STREAM,
     Continuation,
@@ -149,6 +150,11 @@ def stream_of_datasets(*kinds: str) -> Any:
     return foreign("datasets.iterable_dataset", "IterableDataset", _ex_iterable=part)
 
 
+def shuffled_by_one_generator(workers: int, seed: int) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    return StatefulDataLoader(DATA, batch_size=4, shuffle=True, generator=generator, num_workers=workers)
+
+
 def sampler() -> ElasticSampler:
     return ElasticSampler(DATA, dp_rank=0, dp_size=1, global_batch_size=4, seed=0)
 
@@ -179,6 +185,8 @@ SOURCES: dict[str, tuple[Callable[[], Any], Continuation | None]] = {
     "batch sampler": (lambda: ElasticBatchSampler(sampler(), 2), ELASTIC),
     "loader of a sampler": (lambda: StatefulDataLoader(DATA, sampler=sampler()), ELASTIC),
     "loader": (lambda: StatefulDataLoader(DATA, batch_size=2, shuffle=True), LOADER),
+    "loader with a generator": (lambda: shuffled_by_one_generator(0, 1), SHARED_GENERATOR),
+    "loader with a generator and a worker": (lambda: shuffled_by_one_generator(1, 1), LOADER),
     **ordered(),
     "loader of a shuffled stream of datasets": (
         lambda: StatefulDataLoader(foreign("datasets.iterable_dataset", "IterableDataset", base=Stream), batch_size=2),
@@ -207,6 +215,26 @@ def test_a_source_is_known_by_its_kind(name: str) -> None:
     make, wanted = SOURCES[name]
     assert continuation_of(make()) is wanted
     assert wanted is None or wanted.words.startswith("exact")
+
+
+@pytest.mark.parametrize(("workers", "is_exact"), [(0, False), (1, True)])
+def test_one_generator_for_order_and_loader_is_exact_as_it_is_said(workers: int, is_exact: bool) -> None:
+    """The library's own continuation over the end of an epoch, which is what the words are about."""
+    whole, again, restarted = (shuffled_by_one_generator(workers, seed) for seed in (1, 1, 2))
+    trained = batches_of(whole, epochs=2)
+    begun = iter(again)
+    assert next(begun)[0].tolist() == trained[0]
+    restarted.load_state_dict(again.state_dict())
+    found = batches_of(restarted, epochs=2)
+    assert found[:2] == trained[1:3]
+    assert (found == trained[1:]) is is_exact
+    known = continuation_of(whole)
+    assert known is not None
+    assert known.is_exact is is_exact
+
+
+def batches_of(loader: Any, epochs: int) -> list[list[int]]:
+    return [batch[0].tolist() for _ in range(epochs) for batch in loader]
 
 
 @pytest.mark.parametrize(
