@@ -51,7 +51,7 @@ class Meeting:
     def __init__(self, config: RunConfig, device: torch.device) -> None:
         settings = config.parallel
         self.group, self.version, self.is_over = settings.group, 0, False
-        self._last, self._device = config.train.steps, device
+        self._last, self._every, self._device = config.train.steps, settings.sync_every, device
         self._address, self._timeout = settings.sync_address, timedelta(seconds=settings.timeout_s)
         store = open_in_rank(rosters_of(config), config.checkpoint.storage_options)
         self._rosters = Synchronisations(store, settings.groups, settings.sync_wait_s)
@@ -96,12 +96,16 @@ class Meeting:
                     self.is_over = True
                     return None
                 roster = read_roster(raw, folder.decode())
-                exchanged = self._attempt(folder.decode(), roster, changes, common)
+                exchanged, self._at = self._attempt(folder.decode(), roster, changes, common), None
                 if exchanged is not None:
                     self.version = roster.number
                     self._report(roster)
-                    return roster, *exchanged
-                self._at = None
+                    if not (self.keeps(roster) and step == roster.step + self._every):  # else its share is trained
+                        return roster, *exchanged
+
+    def keeps(self, roster: Roster) -> bool:
+        """Return whether this group continues as if the synchronisation had not been."""
+        return roster.again and self.group in roster.gave
 
     def _look(self, step: int) -> bytes:
         """Return folder and roster of the attempt that this group is in; nothing: ask again; "over": the run has ended."""
@@ -170,7 +174,7 @@ class Meeting:
     ) -> tuple[list[Tensor], list[Tensor]]:
         gives, first = self.group in roster.gave, roster.groups.index(roster.gave[0])
         means = [one.clone() if gives else torch.zeros_like(one) for one in changes]
-        for number, mean in enumerate(means):
+        for number, mean in enumerate(means if not roster.again else []):
             if number == len(means) // 2:
                 crash_point("groups.during-exchange")
             others.allreduce([mean]).wait()
@@ -197,7 +201,9 @@ class Meeting:
         text = f"step {roster.step}: synchronised {_listed(roster.gave)}"
         text += f"; taken in: {_listed(new)}" if new else ""
         text += f"; left out: {_listed(absent)}" if absent else ""
-        logger.log(logging.WARNING if absent or new else logging.INFO, "%s", text)
+        if roster.again:
+            text = f"step {roster.step}: all groups continue behind it, what was synchronised after it is lost"
+        logger.log(logging.WARNING if absent or new or roster.again else logging.INFO, "%s", text)
 
     def _show(self, folder: str) -> None:
         if time.monotonic() - self._shown > _SHOWN_S:

@@ -52,6 +52,7 @@ class Roster:
         step: The step at which its groups continue.
         groups: All that take part, ascending.
         gave: Those of them whose training counts; the others are taken in.
+        again: It does not: what came after `base` is lost, and they continue with the shares that they have.
         shares: The share that each of `groups` trains next.
         owed: Shares that were given to groups whose training did not count, and to no other since.
         unused: The first share that was given to none.
@@ -63,6 +64,7 @@ class Roster:
     step: int
     groups: tuple[int, ...]
     gave: tuple[int, ...]
+    again: bool
     shares: tuple[int, ...]
     owed: tuple[int, ...]
     unused: int
@@ -76,7 +78,9 @@ class Roster:
 def first_roster(count: int) -> Roster:
     """Return what `count` groups begin with."""
     every = tuple(range(count))
-    return Roster(number=0, base=0, step=0, groups=every, gave=every, shares=every, owed=(), unused=count, address="")
+    return Roster(
+        number=0, base=0, step=0, groups=every, gave=every, again=False, shares=every, owed=(), unused=count, address=""
+    )
 
 
 def decide(number: int, here: Mapping[int, Here], base: Roster) -> Roster:
@@ -88,26 +92,25 @@ def decide(number: int, here: Mapping[int, Here], base: Roster) -> Roster:
         base: The roster of the newest synchronisation that one of them took part in.
     """
     groups = sorted(here)
-    gave = [group for group in groups if here[group].version == base.number]
+    gave, again = [group for group in groups if here[group].version == base.number], base.number < number - 1
     undone = [share for group, share in zip(base.groups, base.shares, strict=True) if group not in gave]
-    owed, unused, shares = sorted({*base.owed, *undone}), base.unused, []
-    for _ in groups:
-        if owed:
-            shares.append(owed.pop(0))
-        else:
-            shares.append(unused)
-            unused += 1
-    first = here[gave[0]]
+    owed, unused = sorted({*base.owed, *undone}), base.unused
+    shares = {group: base.share_of(group) for group in gave} if again else {}
+    for group in groups:
+        if group not in shares:
+            shares[group] = owed.pop(0) if owed else unused
+            unused += shares[group] == unused
     return Roster(
         number=number,
         base=base.number,
-        step=first.step,
+        step=base.step if again else here[gave[0]].step,
         groups=tuple(groups),
         gave=tuple(gave),
-        shares=tuple(shares),
+        again=again,
+        shares=tuple(shares[group] for group in groups),
         owed=tuple(owed),
         unused=unused,
-        address=first.address,
+        address=here[gave[0]].address,
     )
 
 

@@ -62,5 +62,7 @@ class Apart:
                 logging.WARNING, f"step {step}: the other groups have ended the run; this one is not in its result"
             )
             return step
+        if self.meeting.keeps(roster):
+            return step
         self._data.next_position = roster.share_of(self.meeting.group) * self._samples
         return roster.step
