@@ -58,10 +58,11 @@ def test_groups_that_all_lost_a_synchronisation_continue_behind_the_one_before()
 def test_each_share_counts_once_whoever_is_lost(seed: int, count: int) -> None:
     """Groups come or do not, or all go back to older snapshots; what counted and what is to be trained are all shares given."""
     draw, rosters = random.Random(seed), [first_roster(count)]
-    versions, counted = dict.fromkeys(range(count), 0), {0: list[int]()}
+    took, counted = {group: [0] for group in range(count)}, {0: list[int]()}
     for number in range(1, 20):
         if draw.random() < 0.2:
-            versions = {group: min(version, draw.randint(0, version)) for group, version in versions.items()}
+            took = {group: before[: draw.randint(1, len(before))] for group, before in took.items()}
+        versions = {group: before[-1] for group, before in took.items()}
         newest = max(versions.values())
         come = {*range(count)}
         if newest == number - 1:
@@ -71,7 +72,8 @@ def test_each_share_counts_once_whoever_is_lost(seed: int, count: int) -> None:
         found = decide(number, {group: here(group, versions[group]) for group in come}, base)
         gave = [] if found.again else found.gave
         counted[number] = counted[base.number] + [base.share_of(group) for group in gave]
-        versions |= dict.fromkeys(found.groups, number)
+        for group in found.groups:
+            took[group].append(number)
         rosters.append(found)
         assert len(counted[number]) == len({*counted[number]})
         assert sorted([*counted[number], *found.shares, *found.owed]) == [*range(found.unused)]
@@ -94,7 +96,7 @@ def test_a_synchronisation_waits_for_groups_and_no_longer_than_it_may(tmp_path: 
 
 
 def test_groups_that_are_behind_wait_for_one_that_is_not(tmp_path: Path) -> None:
-    all_there = meetings(tmp_path, 3)
+    all_there = meetings(tmp_path, 3, 1e9)
     folder = all_there.open_attempt(1)
     for group in range(3):
         all_there.come(folder, here(group, 0))
