@@ -20,6 +20,7 @@ CHOICES = {
     "parallel.data_parallel": ("fsdp", "ddp"),
     "parallel.zero": (-1, 0, 1, 2, 3),
     "parallel.offload": ("none", "state"),
+    "parallel.reduce_dtype": ("float32", "bfloat16"),
     "train.precision": ("auto", "float32", "bfloat16", "float16"),
     "train.float8": ("off", "tensorwise", "rowwise"),
     "train.attention": ("sdpa", "flex"),

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
@@ -280,13 +281,17 @@ def _replicated(part: Transformer, mesh: DeviceMesh, device: torch.device, confi
         part.forward = torch.autocast(mesh.device_type, dtype=half)(part.forward)  # type: ignore[method-assign]  # as torch documents it
     # find_unused_parameters: the buckets are then never rebuilt after the first backward, and a
     # resumed run adds gradients in the same order as the unbroken one.
-    return nn.parallel.DistributedDataParallel(
+    group = mesh["dp_replicate"].get_group()
+    ddp = nn.parallel.DistributedDataParallel(
         part,
-        process_group=mesh["dp_replicate"].get_group(),
+        process_group=group,
         bucket_cap_mb=config.parallel.bucket_mb,
         find_unused_parameters=True,
         init_sync=device.type != "meta",
     )
+    if config.parallel.reduce_dtype == "bfloat16":
+        ddp.register_comm_hook(group, bf16_compress_hook)
+    return ddp
 
 
 def _fully_shard(part: Transformer, mesh: DeviceMesh, config: RunConfig, layout: Layout) -> None:
@@ -294,7 +299,8 @@ def _fully_shard(part: Transformer, mesh: DeviceMesh, config: RunConfig, layout:
     dp_mesh = mesh["dp_replicate", "dp_shard"] if is_hybrid else mesh["dp_shard"]
     half = half_type(config)
     # The sharded float32 parameter is the master copy: one copy is held and stored, not two.
-    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
+    added = torch.bfloat16 if config.parallel.reduce_dtype == "bfloat16" else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=added if half or added != torch.float32 else None)
     options: dict[str, Any] = {"mp_policy": policy}
     if is_offloaded(config):
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")

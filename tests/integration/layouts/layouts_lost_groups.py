@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -38,8 +39,8 @@ from flashckpt.trainer.train import loop
 folder, group, point, waits_at = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 config = run_of_group(read_config(folder / "run.toml", ["--parallel.group", str(group)]))
 rank, log = os.environ.get("RANK", "0"), folder / f"steps{group}.{os.environ.get('RANK', '0')}"
-if point and not point.startswith("step:") and not log.with_suffix(".died").exists():
-    log.with_suffix(".died").touch()
+if point and not point.startswith("step:") and not Path(f"{log}.died").exists():
+    Path(f"{log}.died").touch()
     faults.arm(point)
 plain = loop.Trainer.one_step
 
@@ -80,12 +81,12 @@ def _memory(monkeypatch: Any, tmp_path: Path) -> None:
 class Run:
     """One run of several groups in a folder."""
 
-    def __init__(self, folder: Path, text: Any, groups: int = GROUPS) -> None:
+    def __init__(self, folder: Path, text: Any, groups: int = GROUPS, patience_s: float = 3.0) -> None:
         self.folder, self.groups = folder, groups
         self.config = run_config(
             folder,
             model={"layers": 2},
-            parallel={"sync_every": EVERY, "groups": groups, "sync_wait_s": 3.0, "sync_address": "127.0.0.1"},
+            parallel={"sync_every": EVERY, "groups": groups, "sync_wait_s": patience_s, "sync_address": "127.0.0.1"},
             train={"steps": STEPS, "global_batch": SAMPLES * groups, "micro_batch": 4},
             optim={"schedule": "constant", "warmup_steps": 0, "lr": 1e-2},
             data={"source": text},
@@ -96,9 +97,10 @@ class Run:
         (folder / "program.py").write_text(PROGRAM)
         self.programs: list[Any] = []
 
-    def start(self, group: int, point: str = "", *, waits: bool = False, dies: bool = True) -> Any:
+    def start(self, group: int, point: str = "", *, waits: bool = False, dies: bool = True, ranks: int = 1) -> Any:
         """Start a group; it is killed at `point`, and waits in the middle for one that was killed."""
-        words = ["program.py", str(self.folder), str(group), point, str(WAITS_AT if waits else -1)]
+        launcher = ["-m", "flashckpt.daemon.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+        words = [*launcher, "program.py", str(self.folder), str(group), point, str(WAITS_AT if waits else -1)]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.folder), "DIES": "1" if dies else ""}
         log = self.folder / f"log{group}.{len(self.programs)}"
         self.programs.append(warm.start(words, log, cwd=self.folder, env=env))
@@ -216,13 +218,17 @@ def test_group_killed_at_a_synchronisation_others_continue_and_take_it_in_again(
     wanted = unbroken_losses(make, unbroken)
     run = make()
     others = [run.start(group, waits=True) for group in range(GROUPS) if group != VICTIM]
-    if point == "groups.after-roster":  # decided by the last that comes
+    if point == "groups.after-roster":  # who comes last decides, if no other looks meanwhile
         wait_for(
             lambda: len([*run.folder.glob("root/synchronisations/0000001.0/here.*")]) == 2,
             what="the others",
             deadline_s=100,
         )
-    assert run.ended(run.start(VICTIM, point)) == -9
+        for one in others:
+            one.send_signal(signal.SIGSTOP)
+    assert run.ended(run.start(VICTIM, point)) == -signal.SIGKILL
+    for one in others:
+        one.send_signal(signal.SIGCONT)
     wait_for(lambda: any(VICTIM not in one.groups for one in run.rosters()), what="a roster without it", deadline_s=100)
     again = run.start(VICTIM, dies=False)
     wait_for(lambda: run.says(VICTIM, "waits for them"), what="it to be back", deadline_s=100)
@@ -237,3 +243,15 @@ def test_group_killed_at_a_synchronisation_others_continue_and_take_it_in_again(
     assert len(found) == STEPS, "the others trained each step"
     assert abs(sum(found[-4:]) - sum(wanted[-4:])) / 4 < 0.3, (found, wanted)
     assert sum(found[-4:]) < sum(found[:4]) - 4
+
+
+def test_group_of_two_ranks_of_which_one_is_killed_in_the_exchange_is_back_in_time(make: Callable[..., Run]) -> None:
+    run = make(groups=2, patience_s=100.0)
+    programs = [run.start(0, ranks=2), run.start(1, "groups.during-exchange:2:rank1", ranks=2)]
+    assert [run.ended(one) for one in programs] == [0, 0]
+    assert all(roster.gave == roster.groups == (0, 1) for roster in run.rosters())
+    check_counted_once(run)
+    for rank in range(2):
+        assert len({run.steps(group, rank)[STEPS]["weights"] for group in range(2)}) == 1
+    assert (run.folder / "steps1.1.died").exists()
+    assert len([*run.folder.glob("root/synchronisations/0000002.*")]) > 1, "tried again"
