@@ -31,7 +31,7 @@ from flashckpt.trainer.parallel.roster import Here, Roster, Synchronisations, re
 
 logger = logging.getLogger(__name__)
 Gloo: Any = c10d.ProcessGroupGloo  # of whose methods torch has no types
-_POLL_S, _ANSWER_S, _SHOWN_S = 0.1, 5.0, 60.0
+_POLL_S, _ANSWER_S, _LEAST_S, _SHOWN_S = 0.1, 5.0, 10.0, 60.0
 
 
 class Meeting:
@@ -53,6 +53,7 @@ class Meeting:
         self.group, self.version, self.is_over = settings.group, 0, False
         self._last, self._every, self._device = config.train.steps, settings.sync_every, device
         self._address, self._timeout = settings.sync_address, timedelta(seconds=settings.timeout_s)
+        self._patience = timedelta(seconds=max(settings.sync_wait_s, _LEAST_S))
         store = open_in_rank(rosters_of(config), config.checkpoint.storage_options)
         self._rosters = Synchronisations(store, settings.groups, settings.sync_wait_s)
         self._server: TCPStore | None = None
@@ -162,12 +163,14 @@ class Meeting:
         if (self.group in roster.gave) != (self.version == roster.base):
             raise ValueError("this group was restarted since it came")
         host, _, port = roster.address.rpartition(":")
-        store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=self._timeout)
+        store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=self._patience)
         options = Gloo._Options()  # noqa: SLF001 -- torch has no public names for them
         options._devices = [Gloo.create_device(hostname=self._address or _own_address())]  # noqa: SLF001
-        options._timeout = self._timeout  # noqa: SLF001
+        options._timeout = self._patience  # noqa: SLF001
         place, size = roster.groups.index(self.group), len(roster.groups)
-        return Gloo(PrefixStore(f"{folder}/{env.RANK}", store), place, size, options)
+        others = Gloo(PrefixStore(f"{folder}/{env.RANK}", store), place, size, options)
+        others._set_default_timeout(self._timeout)  # noqa: SLF001
+        return others
 
     def _exchanged(
         self, others: Any, roster: Roster, changes: Sequence[Tensor], common: Sequence[Tensor]
