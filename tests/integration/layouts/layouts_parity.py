@@ -252,13 +252,10 @@ def gradients(_rank: int, config_values: dict[str, Any]) -> list[float]:
         return [float(one) for one in torch.cat(found)]
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "ddp2"])
-def test_gradients_added_up_in_bfloat16_are_off_by_its_rounding(name: str, corpus: Any) -> None:
-    ddp = {"dp_replicate": 2, "dp_shard": 1, "data_parallel": "ddp"} if name == "ddp2" else {}
+def test_gradients_added_up_in_bfloat16_are_off_by_its_rounding(corpus: Any) -> None:
     found = {}
     for dtype in ("float32", "bfloat16"):
-        config = run_config(corpus[0], parallel={**ddp, "reduce_dtype": dtype}, data={"source": corpus[1]})
+        config = run_config(corpus[0], parallel={"reduce_dtype": dtype}, data={"source": corpus[1]})
         found[dtype] = torch.tensor(values(run_ranks(gradients, 2, to_values(config), timeout_s=100)))
     error = (found["bfloat16"] - found["float32"]).norm() / found["float32"].norm()
-    print(f"{name}: relative error of the gradients {error:.2e}")
     assert 1e-4 < error < 2**-8
