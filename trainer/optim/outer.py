@@ -15,7 +15,7 @@ from torch import Tensor
 from flashckpt.trainer.config.parallel import ParallelConfig
 from flashckpt.trainer.optim.average import WeightCopy
 from flashckpt.trainer.parallel.apply import Parallel, local_tensor
-from flashckpt.trainer.parallel.meeting import Meeting
+from flashckpt.trainer.parallel.meeting import GroupMeeting
 from flashckpt.trainer.parallel.roster import Roster
 
 
@@ -62,7 +62,7 @@ class OuterOptimizer:
         return step
 
     @torch.no_grad()
-    def meet(self, meeting: Meeting, step: int) -> Roster | None:
+    def meet(self, meeting: GroupMeeting, step: int) -> Roster | None:
         """Synchronise groups that are separate runs, as `step` does; return the roster, None where the run has ended. Collective."""
         held = [*self.anchor.held, *(() if self.momentum is None else self.momentum.held)]
         common = [local_tensor(one).detach() for one in held]

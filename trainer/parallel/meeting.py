@@ -34,7 +34,7 @@ Gloo: Any = c10d.ProcessGroupGloo  # of whose methods torch has no types
 _POLL_S, _ANSWER_S, _LEAST_S, _SHOWN_S = 0.1, 5.0, 10.0, 60.0
 
 
-class Meeting:
+class GroupMeeting:
     """Meets the other groups of a run. A snapshot has the number of the synchronisation that its group took part in last.
 
     Args:

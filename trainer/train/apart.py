@@ -8,7 +8,7 @@ import torch
 
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.optim.outer import OuterOptimizer
-from flashckpt.trainer.parallel.meeting import Meeting
+from flashckpt.trainer.parallel.meeting import GroupMeeting
 from flashckpt.trainer.train.phased_data import PhasedData
 from flashckpt.trainer.train.record import say_once
 
@@ -24,7 +24,7 @@ class Apart:
     """
 
     def __init__(self, config: RunConfig, outer: OuterOptimizer, data: PhasedData, device: torch.device) -> None:
-        self.meeting = Meeting(config, device)
+        self.meeting = GroupMeeting(config, device)
         self._outer, self._data = outer, data
         self._samples = config.parallel.sync_every * config.train.global_batch
 
