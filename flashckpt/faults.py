@@ -100,6 +100,12 @@ CRASH_POINTS: dict[str, str] = {
     "removal.renamed": "a checkpoint in a folder has a temporary name, nothing of it deleted",
     "examples.before-link": "the example durable under a temporary name",
     "sample.before-rename": "a sample of a loader in memory under a temporary name, not under its own",
+    # trainer: a synchronisation of groups that are separate runs
+    "groups.before-here": "a group has trained its interval, and the others do not know it",
+    "groups.after-roster": "decided who takes part, nothing exchanged",
+    "groups.during-exchange": "some of the weights exchanged",
+    "groups.before-outcome": "all exchanged and nothing changed, whether it counts not yet on storage",
+    "groups.after-outcome": "the synchronisation counts, weights are still those from before it",
     # trainer: preparing the corpus
     "corpus.before-index": "all token files written, index.json not written",
     "prepare.before-tokenizer": "a tokenizer trained, under its temporary name",

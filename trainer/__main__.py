@@ -14,7 +14,7 @@ from flashckpt.shm.agent_folder import agent_folder
 from flashckpt.trainer.config import RunConfig, read_config, to_toml, without_secrets
 from flashckpt.trainer.config.command_line import take_flag, take_value
 from flashckpt.trainer.parallel.float8_layers import refuse_without_torchao
-from flashckpt.trainer.parallel.groups import refuse_check
+from flashckpt.trainer.parallel.groups import refuse_check, run_of_group
 from flashckpt.trainer.train.nonfatal import nonfatal_streams
 from flashckpt.trainer.train.phases import check_layouts, phases_of
 from flashckpt.trainer.train.profile_range import Profiled, phase_steps, profile_range
@@ -114,6 +114,7 @@ def _run(words: list[str]) -> int:
     if show:
         _say(to_toml(without_secrets(config)))
         return 0
+    config = run_of_group(config)
     if dry is not None:
         code: int = dry(config)
         return code

@@ -20,6 +20,7 @@ CHOICES = {
     "parallel.data_parallel": ("fsdp", "ddp"),
     "parallel.zero": (-1, 0, 1, 2, 3),
     "parallel.offload": ("none", "state"),
+    "parallel.reduce_dtype": ("float32", "bfloat16"),
     "train.precision": ("auto", "float32", "bfloat16", "float16"),
     "train.float8": ("off", "tensorwise", "rowwise"),
     "train.attention": ("sdpa", "flex"),
@@ -45,7 +46,7 @@ MINIMUM: Mapping[str, float] = {
     "model.rope_beta_fast": 0.0, "model.rope_beta_slow": 0.0, "model.rope_attention": 0.0,
     "model.router_aux_loss": 0.0, "model.router_z_loss": 0.0, "model.router_bias_rate": 0.0,
     "parallel.cp": 1, "parallel.ep": 0, "parallel.timeout_s": 1.0, "parallel.bucket_mb": 0.001,
-    "parallel.sync_every": 0, "parallel.outer_rate": 0.0,
+    "parallel.sync_every": 0, "parallel.outer_rate": 0.0, "parallel.groups": 0, "parallel.group": 0, "parallel.sync_wait_s": 0.0,
     "optim.lr": 0.0, "optim.min_lr": 0.0, "optim.warmup_steps": 0, "optim.decay_steps": 0, "optim.weight_decay": 0.0,
     "optim.eps": 0.0, "ema.every": 1, "optim.clip_norm": 0.0, "optim.clip_value": 0.0,
     "data.holdout_every": 2, "data.bpe": 0, "data.read_ahead": 0, "guard.window": 4, "guard.max_interventions": 0, "guard.spike_mads": 0.0, "guard.norm_mads": 0.0,
@@ -88,8 +89,14 @@ NEEDS = (
     Need("parallel.ep", "model.experts of 1 or more", lambda v: v["model"]["experts"] > 0),
     Need("parallel.cp_exchange", "parallel.cp of 2 or more", lambda v: v["parallel"]["cp"] > 1),
     Need("parallel.bucket_mb", "parallel.data_parallel = ddp", lambda v: v["parallel"]["data_parallel"] == "ddp"),
+    Need("parallel.reduce_dtype", "parallel.data_parallel = fsdp", lambda v: v["parallel"]["data_parallel"] == "fsdp"),
     Need("parallel.outer_rate", "parallel.sync_every of 1 or more", lambda v: v["parallel"]["sync_every"] > 0),
     Need("parallel.outer_momentum", "parallel.sync_every of 1 or more", lambda v: v["parallel"]["sync_every"] > 0),
+    Need("parallel.groups", "parallel.sync_every of 1 or more", lambda v: v["parallel"]["sync_every"] > 0),
+    *(
+        Need(f"parallel.{name}", "parallel.groups of 2 or more", lambda v: v["parallel"]["groups"] > 1)
+        for name in ("group", "sync_wait_s", "sync_address")
+    ),
     Need("parallel.schedule", "parallel.pp of 2 or more", lambda v: v["parallel"]["pp"] > 1),
     Need("parallel.stages_per_rank", "parallel.pp of 2 or more", lambda v: v["parallel"]["pp"] > 1),
     Need("train.float8_emulate", "a train.float8", lambda v: v["train"]["float8"] != "off"),

@@ -20,11 +20,16 @@ class ParallelConfig:
         zero: What is cut over `dp_shard`: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters; -1: parameters
             (with a pipeline optimizer state), and gradients once per step.
         bucket_mb: MiB of gradients that DDP sends at once.
+        reduce_dtype: "bfloat16": FSDP adds up gradients in half the bytes, rounded.
         offload: "state": parameters, gradients and optimizer state lie in host memory, and the optimizer runs there.
         activation_checkpoint: "none", "full", "ffn", "every:N", "groups:N", "selective".
         activation_offload: What forward keeps for backward lies in host memory.
         sync_every: The ranks of one index along "dp_replicate" are a group, which trains apart from the others for so many
             steps; 0: gradients are averaged over all in each step.
+        groups: Groups that train apart and are separate runs, each started with its number `group` from 0 on: one that is lost
+            is left out of the next synchronisation. 0: they are ranks of one run.
+        sync_wait_s: Seconds for which a synchronisation waits for groups that are not there.
+        sync_address: Of this machine, for the other groups; "": what its name says.
         outer_rate, outer_momentum: Of the outer optimizer, SGD with Nesterov momentum. 1 and 0: the parameters are averaged.
     """
 
@@ -40,6 +45,7 @@ class ParallelConfig:
     data_parallel: str = "fsdp"
     zero: int = -1
     bucket_mb: float = BUCKET_MB
+    reduce_dtype: str = "float32"
     offload: str = "none"
     schedule: str = "1F1B"
     stages_per_rank: int = 0
@@ -47,6 +53,10 @@ class ParallelConfig:
     activation_checkpoint: str = "none"
     activation_offload: bool = False
     sync_every: int = 0
+    groups: int = 0
+    group: int = 0
+    sync_wait_s: float = 60.0
+    sync_address: str = ""
     outer_rate: float = 0.7
     outer_momentum: float = 0.9
     timeout_s: float = 120.0

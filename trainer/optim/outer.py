@@ -6,6 +6,8 @@ over the groups of how far each went from there is to the outer optimizer a grad
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -13,6 +15,8 @@ from torch import Tensor
 from flashckpt.trainer.config.parallel import ParallelConfig
 from flashckpt.trainer.optim.average import WeightCopy
 from flashckpt.trainer.parallel.apply import Parallel, local_tensor
+from flashckpt.trainer.parallel.meeting import GroupMeeting
+from flashckpt.trainer.parallel.roster import Roster
 
 
 class OuterOptimizer:
@@ -50,21 +54,43 @@ class OuterOptimizer:
         return step % self._settings.sync_every == 0 or step == self._last
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Synchronise the groups. No copy of parameters, anchor or momentum may be under way. Collective over the groups."""
-        momenta = self.momentum.held if self.momentum is not None else [None] * len(self.anchor.held)
-        for weight, anchor, momentum in zip(self.anchor.weights, self.anchor.held, momenta, strict=True):
-            self._update(
-                local_tensor(weight), local_tensor(anchor), None if momentum is None else local_tensor(momentum)
-            )
+    def step(self, step: int) -> int:
+        """Synchronise the groups of this run after `step`, and return it. No copy of parameters, anchor or momentum may be under way. Collective over them."""
+        for number, change in enumerate(self._changes()):
+            dist.all_reduce(change, group=self._group.get_group())
+            self._move(number, change.div_(self._group.size()))
+        return step
 
-    def _update(self, weight: Tensor, anchor: Tensor, momentum: Tensor | None) -> None:
-        change = anchor - weight
-        dist.all_reduce(change, group=self._group.get_group())
-        change.div_(self._group.size())
-        if momentum is not None:
-            factor = self._settings.outer_momentum
+    @torch.no_grad()
+    def meet(self, meeting: GroupMeeting, step: int) -> Roster | None:
+        """Synchronise groups that are separate runs, as `step` does; return the roster, None where the run has ended. Collective."""
+        held = [*self.anchor.held, *(() if self.momentum is None else self.momentum.held)]
+        common = [local_tensor(one).detach() for one in held]
+        found = meeting.meet(step, [one.cpu() for one in self._changes()], [one.cpu() for one in common])
+        if found is None:
+            return None
+        roster, means, shared = found
+        if meeting.keeps(roster):
+            return roster
+        for mine, theirs in zip(common, shared, strict=True):
+            mine.copy_(theirs)
+        if roster.again:
+            self.join()
+            return roster
+        for number, mean in enumerate(means):
+            self._move(number, mean.to(common[number].device))
+        return roster
+
+    def _changes(self) -> Iterator[Tensor]:
+        for weight, anchor in zip(self.anchor.weights, self.anchor.held, strict=True):
+            yield local_tensor(anchor) - local_tensor(weight)
+
+    def _move(self, number: int, change: Tensor) -> None:
+        """Move a weight, and what the groups have in common of it, by the mean change of the groups."""
+        if self.momentum is not None:
+            factor, momentum = self._settings.outer_momentum, local_tensor(self.momentum.held[number])
             momentum.mul_(factor).add_(change)
             change.add_(momentum, alpha=factor)
+        anchor = local_tensor(self.anchor.held[number])
         anchor.sub_(change, alpha=self._settings.outer_rate)
-        weight.copy_(anchor)
+        local_tensor(self.anchor.weights[number]).copy_(anchor)

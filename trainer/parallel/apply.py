@@ -294,7 +294,8 @@ def _fully_shard(part: Transformer, mesh: DeviceMesh, config: RunConfig, layout:
     dp_mesh = mesh["dp_replicate", "dp_shard"] if is_hybrid else mesh["dp_shard"]
     half = half_type(config)
     # The sharded float32 parameter is the master copy: one copy is held and stored, not two.
-    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
+    added = torch.bfloat16 if config.parallel.reduce_dtype == "bfloat16" else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=added if half or added != torch.float32 else None)
     options: dict[str, Any] = {"mp_policy": policy}
     if is_offloaded(config):
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")

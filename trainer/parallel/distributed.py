@@ -59,6 +59,17 @@ def is_first_start(device: torch.device) -> bool:
     return not restarted.item()
 
 
+def from_first(data: bytes, device: torch.device) -> bytes:
+    """Return the bytes that rank 0 has, on every rank. Collective."""
+    size = torch.tensor([len(data)], device=device)
+    dist.broadcast(size, 0)
+    content = torch.zeros(int(size.item()), dtype=torch.uint8, device=device)
+    if env.RANK == 0 and data:
+        content.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    dist.broadcast(content, 0)
+    return content.cpu().numpy().tobytes()
+
+
 def note_restore(folder: str, report: RestoreReport) -> None:
     """Append this rank's restore to `restores.jsonl`; each line is one write, so ranks may share the file."""
     line = {

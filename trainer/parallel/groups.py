@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flashckpt.errors import LayoutError
 from flashckpt.trainer.config import RunConfig
 
@@ -9,6 +11,34 @@ from flashckpt.trainer.config import RunConfig
 def group_label(group: int) -> str:
     """Return the name under which a group tracks its parameters; the synchronised ones are `model`."""
     return f"group{group}"
+
+
+def run_of_group(config: RunConfig) -> RunConfig:
+    """Return the run of one group, where groups are separate runs: its part of the batch, and folders below those of the run.
+
+    Raises:
+        LayoutError: the global batch does not divide.
+    """
+    parallel, name = config.parallel, f"group{config.parallel.group}"
+    if not parallel.groups:
+        return config
+    samples, rest = divmod(config.train.global_batch, parallel.groups)
+    if rest:
+        raise _refused("each group trains as many samples", config, f"train.global_batch = {config.train.global_batch}")
+    saved = config.checkpoint
+    return replace(
+        config,
+        train=replace(config.train, global_batch=samples),
+        checkpoint=replace(
+            saved, root=f"{saved.root}/{name}" if saved.root else "", job=saved.job and f"{saved.job}-{name}"
+        ),
+        log=replace(config.log, folder=f"{config.log.folder}/{name}"),
+    )
+
+
+def rosters_of(config: RunConfig) -> str:
+    """Return where the groups of a run agree on their synchronisations, from the run of one of them."""
+    return f"{config.checkpoint.root.removesuffix(f'/group{config.parallel.group}')}/synchronisations"
 
 
 def check_groups(config: RunConfig, padding: int) -> None:
@@ -25,7 +55,7 @@ def check_groups(config: RunConfig, padding: int) -> None:
         return
     reasons = {
         "parallel.dp_replicate is the number of groups, and one would be synchronised with none": (
-            config.parallel.dp_replicate == 1,
+            config.parallel.dp_replicate == 1 and not config.parallel.groups,
             "parallel.dp_replicate = 1",
         ),
         "DDP averages gradients over the groups in each step": (
@@ -52,10 +82,38 @@ def check_groups(config: RunConfig, padding: int) -> None:
             padding > 0,
             f"train.global_batch = {config.train.global_batch}, {padding} rows of padding",
         ),
+        **_of_separate_runs(config),
     }
     for reason, (does_apply, found) in reasons.items():
         if does_apply:
             raise _refused(reason, config, found)
+
+
+def _of_separate_runs(config: RunConfig) -> dict[str, tuple[bool, str]]:
+    parallel, steps, snapshots = config.parallel, config.train.steps, config.checkpoint.snapshot_every
+    if not parallel.groups:
+        return {}
+    return {
+        "parallel.group is the number of one of the groups": (
+            not 0 <= parallel.group < parallel.groups,
+            f"parallel.groups = {parallel.groups}, parallel.group = {parallel.group}",
+        ),
+        "groups are ranks of one run, or separate runs": (
+            parallel.dp_replicate > 1,
+            f"parallel.groups = {parallel.groups}, parallel.dp_replicate = {parallel.dp_replicate}",
+        ),
+        "groups that are separate runs agree by objects on storage": (not config.checkpoint.root, "no checkpoint.root"),
+        "samples are dealt for whole intervals": (steps % parallel.sync_every > 0, f"train.steps = {steps}"),
+        "a snapshot has to follow each synchronisation": (
+            parallel.sync_every % snapshots > 0,
+            f"checkpoint.snapshot_every = {snapshots}",
+        ),
+        "one group cannot leave out samples that another may have to train": (
+            config.guard.on_spike == "rollback",
+            "guard.on_spike = rollback",
+        ),
+        "shares of samples are counted in one order": (bool(config.phase.each), f"{len(config.phase.each)} [[phase]]"),
+    }
 
 
 def refuse_check(config: RunConfig) -> None:

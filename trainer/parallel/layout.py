@@ -116,7 +116,7 @@ class Layout:
         """Return one line for people."""
         dp = f"DP {self.dp_shard}" if self.dp_replicate == 1 else f"DP {self.dp_replicate}x{self.dp_shard} (HSDP)"
         if self.sync_every:
-            dp = f"{self.groups} groups of DP {self.dp_shard}, synchronised every {self.sync_every} steps"
+            dp = f"{self.groups} group{'s' * (self.groups > 1)} of DP {self.dp_shard}, synchronised every {self.sync_every} steps"
         dp += f" with CP {self.cp} in it" if self.cp > 1 else ""
         dp += f", each expert on one of {self.ep} and cut over {self.edp}" if self.edp > 1 else ""
         pp = f"PP {self.pp}" + (f" ({self.schedule}, {self.stages} stages)" if self.pp > 1 else "")

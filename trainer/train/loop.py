@@ -36,6 +36,7 @@ from flashckpt.trainer.parallel.distributed import check_root, is_first_start, n
 from flashckpt.trainer.parallel.layout import Layout, resolve_layout
 from flashckpt.trainer.parallel.switches import with_precision
 from flashckpt.trainer.train.anomaly import Guard
+from flashckpt.trainer.train.apart import Apart
 from flashckpt.trainer.train.hooks import HookedRun, hooks_of
 from flashckpt.trainer.train.metrics import StepRecord
 from flashckpt.trainer.train.nonfinite import report_nonfinite
@@ -87,9 +88,11 @@ class Trainer:
         self._settings = settings_of(self.optimizers)
         self.average = WeightAverage(config.ema, self.parallel.bare_parts()) if config.ema.decay else None
         self.outer: OuterOptimizer | None = None
-        if layout.groups > 1:
+        if config.parallel.sync_every:
             self.outer = OuterOptimizer(config.parallel, self.parallel, last=config.train.steps)
-        self.data = PhasedData(self.phases, functools.partial(training_data, parallel=self.parallel, layout=layout))
+        data = functools.partial(training_data, parallel=self.parallel, layout=layout)
+        self.data = PhasedData(self.phases, data, in_shares=config.parallel.groups > 0)
+        self.apart = Apart.of(config, self.outer, self.data, device)
         self.train_step = self._step_of(config)
         self.guard = Guard(config.guard)
         self.record = RunRecord(config)
@@ -165,7 +168,7 @@ class Trainer:
         self.hooks.opened(self.phase.config, self.parallel, self.done)
 
     def _train(self, began: str) -> int:
-        while self.done < self.config.train.steps:
+        while self.done < self.config.train.steps and not (self.apart is not None and self.apart.is_over):
             self.hooks.before(self.done + 1)
             try:
                 record = self.one_step()
@@ -197,12 +200,7 @@ class Trainer:
         self._rolled_back_to = self.done
         skipped = self.data.sampler.leave_out(self.done, spike.step)
         self._open_outputs()
-        logger.warning(
-            "step %d: rolled back to step %d, %d samples are skipped",
-            spike.step,
-            self.done,
-            skipped,
-        )
+        logger.warning("step %d: rolled back to step %d, %d samples are skipped", spike.step, self.done, skipped)
 
     def _fence(self) -> None:
         """Wait until no snapshot is copying the weights or their average any more."""
@@ -227,7 +225,7 @@ class Trainer:
         totals = self.train_step.backward(batch)
         rate = self.phase.rate(step)
         self._accepted = self._update(totals, step, rate)
-        self.done = step
+        self.done = step = self._synchronised(step)
         self.record.tokens += self._batch_tokens()
         self.timer.reach("log")
         stall_ms = self._commit(step)
@@ -263,11 +261,15 @@ class Trainer:
         if self.average is not None and self.average.is_due(step):
             self._fence()
             self.average.update()
+        return accepted
+
+    def _synchronised(self, step: int) -> int:
+        """Synchronise groups that train apart, if that is due; return the step that is reached."""
         if self.outer is not None and self.outer.is_due(step):
             self._fence()
-            self.outer.step()
+            step = self.outer.step(step) if self.apart is None else self.apart.synchronise(step)
             self.timer.reach("sync")
-        return accepted
+        return step
 
     def _judge(self, totals: Totals, step: int) -> bool:
         """Return whether the optimizer may step; every rank holds the same totals and makes the same decision."""
@@ -329,10 +331,13 @@ class Trainer:
         if self.config.checkpoint.root:
             self._restore_state()
         self.initialise()
+        if self.apart is not None:
+            self.done = self.apart.begin(self.done)
 
     def _restore_state(self) -> None:
         average = None if self.average is None else self.average.modules
         state = {"optimizer": self.optimizers, "sampler": self.data.sampler, "run": self.record, "guard": self.guard}
+        state["groups"] = None if self.apart is None else self.apart.meeting
         self.ckpt = checkpointer(self.config, self.parallel, self.outer, **state, ema=average)
         self.data.keep(self.ckpt.keep_samples)
         self.fences.begin()

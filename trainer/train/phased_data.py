@@ -41,6 +41,8 @@ class PhasedSampler:
     def commit(self, samples: int | None = None) -> None:
         """Move the position behind the samples of a step."""
         self._data.inner.commit(samples)
+        if (position := self._data.next_position) is not None:
+            self._data.go_to(position)
 
     def leave_out(self, done: int, last: int) -> int:
         """See ElasticSampler; an order that has yet to begin will do so behind what is left out of it."""
@@ -101,23 +103,34 @@ class PhasedData:
     Args:
         phases: Of the run.
         build: Makes the data of one phase; it is given the configuration and the seed of the order.
+        in_shares: The position jumps: another group may train what follows.
 
     Attributes:
+        next_position: Where the position goes when the step under way is committed; None: behind its samples.
         skipped: By stream: end of what a rollback wants left out at its beginning.
     """
 
-    def __init__(self, phases: Sequence[Phase], build: Callable[[RunConfig, int], TrainingData]) -> None:
+    def __init__(
+        self, phases: Sequence[Phase], build: Callable[[RunConfig, int], TrainingData], *, in_shares: bool = False
+    ) -> None:
         self.phases, self._build = phases, build
+        self.next_position: int | None = None
         self._kept: Callable[[Any], Any] = lambda samples: samples
         self.skipped: dict[int, int] = {}
         self.phase = phases[0]
         self._data = self._opened(phases[0])
-        self._sampler = PhasedSampler(self)
+        self._sampler = PhasedSampler(self) if len(phases) > 1 or in_shares else None
 
     @property
     def sampler(self) -> Any:
-        """What is tracked: the sampler itself where the run has one phase."""
-        return self._sampler if len(self.phases) > 1 else self.inner
+        """What is tracked: the sampler itself where the run has one phase and one share."""
+        return self._sampler or self.inner
+
+    def go_to(self, position: int) -> None:
+        """Continue at a position of the stream."""
+        epoch, offset = divmod(position, self.inner.length)
+        self.inner.load_state_dict({**self.inner.state_dict(), "epoch": epoch, "offset": offset})
+        self.next_position = None
 
     @property
     def inner(self) -> ElasticSampler:

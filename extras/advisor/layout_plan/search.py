@@ -149,7 +149,7 @@ def to_paste(one: LayoutChoice) -> str:
     lines = ["[parallel]"]
     for name in (
         "pp", "dp_replicate", "dp_shard", "cp", "cp_exchange", "ep", "tp", "sequence_parallel", "loss_parallel", "data_parallel", "schedule",
-        "stages_per_rank", "zero", "offload", "activation_checkpoint", "activation_offload", "sync_every", "outer_rate",
+        "stages_per_rank", "zero", "offload", "activation_checkpoint", "activation_offload", "sync_every", "groups", "outer_rate",
         "outer_momentum",
     ):  # fmt: skip
         value = getattr(parallel, name)

@@ -41,7 +41,7 @@ def _measured(found: dict[str, Any], planned: float) -> list[str]:
         lines.append("no --efficiency makes the plan as slow or as fast: products are not what differs")
     else:
         lines.append(f"as measured: --efficiency {found['efficiency']:.2g} (planned: {planned:.2g})")
-    return [*lines, *(f"change {text}" for text in found["change"])]
+    return [*lines, *(f"to change: {text}" for text in found["change"])]
 
 
 def show_days(days: float) -> str:

@@ -76,7 +76,7 @@ def traffic(
         "ep": _experts(config, layout, pp_rank),
         "edp": _passed(config, layout) * held.experts * _ring(layout.edp),
         "dp_shard": _shards(config, layout, held),
-        "dp_replicate": _replicas(layout, held),
+        "dp_replicate": _replicas(config, layout, held),
         "pp": _pipeline(config, layout),
     }
     count = messages(config, layout, pp_rank)
@@ -184,9 +184,14 @@ def _shards(config: RunConfig, layout: Layout, held: StateBytes) -> float:
 
 
 def _passed(config: RunConfig, layout: Layout) -> int:
-    """Return the bytes that pass for each element that is gathered, its gradient with them, which is scattered in float32."""
+    """Return the bytes that pass for each element that is gathered, its gradient with them, which is scattered."""
     gathers, scatters = rounds(config, layout)
-    return gathers * itemsize(config) + scatters * MASTER
+    return gathers * itemsize(config) + scatters * _added(config)
+
+
+def _added(config: RunConfig) -> int:
+    """Return the bytes of an element in which gradients are added up."""
+    return 2 if config.parallel.reduce_dtype == "bfloat16" else MASTER
 
 
 def rounds(config: RunConfig, layout: Layout) -> tuple[int, int]:
@@ -196,9 +201,10 @@ def rounds(config: RunConfig, layout: Layout) -> tuple[int, int]:
     return 1 if stays else 2 * layout.micro_batches, layout.micro_batches if zero >= 2 else 1
 
 
-def _replicas(layout: Layout, held: StateBytes) -> float:
+def _replicas(config: RunConfig, layout: Layout, held: StateBytes) -> float:
     """Gradients in each step; parameters, of as many bytes, where groups are synchronised every few steps."""
-    return data_elements(held.gradients) * _ring(layout.dp_replicate) / max(1, layout.sync_every)
+    share = 1.0 if layout.sync_every else _added(config) / MASTER
+    return data_elements(held.gradients) * share * _ring(layout.dp_replicate) / max(1, layout.sync_every)
 
 
 def _pipeline(config: RunConfig, layout: Layout) -> float:

@@ -156,6 +156,7 @@ def check(config: RunConfig) -> CheckResult | None:
     """
     # a number that is rounded to float8 otherwise is off by a sixteenth: no measure for a layout
     config = replace(config, model=replace(config.model, dropout=0.0), train=replace(config.train, float8="off"))
+    config = replace(config, parallel=replace(config.parallel, reduce_dtype="float32"))
     layout = prepare(config, env.WORLD_SIZE)
     with process_group(config) as device:
         trainer = Trainer(config, layout, device)

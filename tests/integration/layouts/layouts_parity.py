@@ -10,6 +10,7 @@ from support.ranks import run_ranks, values
 from support.training import floats, run_config, train_rank, write_corpus
 
 from flashckpt.trainer.config import from_values, to_values
+from flashckpt.trainer.parallel.apply import local_tensor
 from flashckpt.trainer.parallel.distributed import process_group
 from flashckpt.trainer.train import loop  # imported before the fork, so that ranks start in 0.2 s
 
@@ -236,3 +237,25 @@ def test_same_run_twice_is_the_same_bit_for_bit_and_another_seed_is_not(corpus: 
     other = train(corpus, 2, {"pp": 2}, model={"dropout": 0.1}, train={"seed": 2})
     assert first == second
     assert other[1]["losses"] != first[1]["losses"]
+
+
+def gradients(_rank: int, config_values: dict[str, Any]) -> list[float]:
+    """Return this rank's gradients of the first step."""
+    config = from_values(config_values)
+    layout = loop.prepare(config, 2)
+    with process_group(config) as device:
+        trainer = loop.Trainer(config, layout, device)
+        trainer.initialise()
+        trainer.train_step.backward(trainer.data.next())
+        found = [local_tensor(one.grad).flatten() for one in trainer.parallel.parameters() if one.grad is not None]
+        trainer.data.close()
+        return [float(one) for one in torch.cat(found)]
+
+
+def test_gradients_added_up_in_bfloat16_are_off_by_its_rounding(corpus: Any) -> None:
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        config = run_config(corpus[0], parallel={"reduce_dtype": dtype}, data={"source": corpus[1]})
+        found[dtype] = torch.tensor(values(run_ranks(gradients, 2, to_values(config), timeout_s=100)))
+    error = (found["bfloat16"] - found["float32"]).norm() / found["float32"].norm()
+    assert 1e-4 < error < 2**-8

@@ -139,6 +139,9 @@ def test_a_rank_sends_what_the_collectives_of_its_dimension_move() -> None:
     assert apart["dp_replicate"].sent * 4 == replicas["dp_replicate"].sent  # as many parameters, every fourth step
     assert apart["dp_shard"].sent == replicas["dp_shard"].sent
     assert moved(wired(), 1) == {}
+    halved = moved(wired(dp_replicate=2, dp_shard=2, reduce_dtype="bfloat16"), 4)
+    assert halved["dp_replicate"].sent * 2 == replicas["dp_replicate"].sent
+    assert replicas["dp_shard"].sent - halved["dp_shard"].sent == whole * 2 // 2
 
 
 def test_a_ring_sends_keys_once_more_and_their_gradients_in_float32() -> None:
