@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from flashckpt.core.digest import digest
 from flashckpt.core.snapshot_id import SnapshotId
 
 # -- One generation: from one start of the worker group to its end. Pure -------------------------------------------
@@ -37,6 +38,15 @@ class Generation:
     created_s: float = 0.0
 
 
+def mark_of(token: str) -> int:
+    """Return 24 bits of a generation's token, never 0; 0 for no token. Memory holds it in each slot.
+
+    A generation that begins without the root may take a number that others have taken, who are out of reach: what both
+    call (g, s) are two states.
+    """
+    return digest(token.encode()) % 0xFFFFFF + 1 if token else 0
+
+
 BEGINNING = SnapshotId(0, 0)
 """Parent of a generation that started over on purpose: it abandons everything before it."""
 
@@ -53,6 +63,7 @@ class SlotRecord:
         layout_hash: Of its segment.
         parent: What its generation was restored from.
         suspect: Above 0 where numbers in it became non-finite.
+        mark: Of its generation's token; 0 where an earlier release wrote it.
     """
 
     rank: int
@@ -63,6 +74,7 @@ class SlotRecord:
     layout_hash: int = 0
     parent: SnapshotId | None = None
     suspect: int = 0
+    mark: int = 0
 
     @property
     def identity(self) -> SnapshotId:

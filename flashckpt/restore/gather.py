@@ -10,7 +10,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -163,7 +163,7 @@ def _slots(directory: JobDirectory) -> Iterator[HeldSlot]:
                 for h in segment.headers():
                     if h.is_complete:
                         layout = segment.spec.layout_hash
-                        yield HeldSlot(h.rank, h.generation, h.step, h.world_size, layout, h.parent, h.suspect)
+                        yield HeldSlot(h.rank, *h.identity, h.world_size, layout, h.parent, h.suspect, h.mark)
         except FileNotFoundError:
             continue
         except FlashckptError as error:
@@ -301,12 +301,21 @@ def _claim_on_root(root: str, options: Mapping[str, Any], wanted: Generation) ->
         return wanted.number
 
 
-def begin(directory: JobDirectory, record: Generation, *, rank: int, ranks: Sequence[int], own: Segment | None) -> None:
+def begin(
+    directory: JobDirectory,
+    record: Generation,
+    *,
+    rank: int,
+    ranks: Sequence[int],
+    own: Segment | None,
+    lost: Collection[tuple[int, int]] = (),
+) -> None:
     """Write the lineage of this node, then empty the slots that it abandons.
 
     Args:
         directory: Of the job on this node.
         record: The generation that begins.
+        lost: Number and mark of generations of which nothing counts.
         rank: This rank; it empties its own slots.
         ranks: Ranks of this node; the first also empties those of ranks that are no more.
         own: The segment this process owns already.
@@ -314,20 +323,21 @@ def begin(directory: JobDirectory, record: Generation, *, rank: int, ranks: Sequ
     crash_point("restore.before-lineage")
     if ranks[0] == rank:
         directory.write_generation(record)
-    if record.parent is None:
+    if record.parent is None and not lost:
         return
     for path in directory.segments():
         owner = int(path.name[1 : path.name.index("-")])
         if owner == rank or (owner not in ranks and ranks[0] == rank):
-            _empty_abandoned(path, record, own if own is not None and own.path == path else None)
+            _empty_abandoned(path, record, own if own is not None and own.path == path else None, lost)
     crash_point("restore.after-lineage")
 
 
-def _empty_abandoned(path: Path, record: Generation, own: Segment | None) -> None:
+def _empty_abandoned(path: Path, record: Generation, own: Segment | None, lost: Collection[tuple[int, int]]) -> None:
     with contextlib.suppress(FlashckptError, OSError), contextlib.ExitStack() as stack:
         segment = own or stack.enter_context(contextlib.closing(Segment.attach(path, writable=True)))
         for slot, header in enumerate(segment.headers()):
-            if header.is_complete and is_rolled_back(header.identity, [record]):
+            is_lost = (header.generation, header.mark) in lost
+            if header.is_complete and (is_lost or is_rolled_back(header.identity, [record])):
                 segment.mark_empty(slot)
 
 

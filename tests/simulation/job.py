@@ -31,7 +31,7 @@ class Setup:
     """The kind of job that a seed draws.
 
     Attributes:
-        nodes, per_node: Of the job.
+        nodes, per_node, spares: Of the job, and machines beyond it.
         slots: Per rank.
         step_s: Seconds of a step; each is a snapshot step.
         persist_every: Steps.
@@ -45,6 +45,7 @@ class Setup:
 
     nodes: int = 1
     per_node: int = 1
+    spares: int = 1
     slots: int = 3
     step_s: float = 5.0
     persist_every: int = 6
@@ -87,7 +88,7 @@ class Job:
         self.carried: dict[str, bytes] = {}
         self.cut_off: set[int] = set()
         self.mute: set[int] = set()
-        self.nodes = [Node(self, index) for index in range(setup.nodes + 1)]
+        self.nodes = [Node(self, index) for index in range(setup.nodes + setup.spares)]
         self.wanted = setup.nodes
         self.ranks: list[Rank] = []
         self.firsts: list[int] = []
@@ -133,10 +134,6 @@ class Job:
         self.committed_at[identity] = CLOCK.scheduler.now
         self.note("commits")
         self.say("root", f"{identity} is committed")
-
-    def truth_of(self, identity: SnapshotId) -> str:
-        """Return the state that a snapshot is of."""
-        return self.rules.truth[identity][0]
 
     # -- starts and ends of the worker group -----------------------------------------------------------------
 

@@ -10,13 +10,13 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from flashckpt.core.digest import chunk_digests
 from flashckpt.core.figures import TensorFigures
-from flashckpt.core.lineage import Generation
+from flashckpt.core.lineage import Generation, mark_of
 from flashckpt.core.manifest import Manifest, encode_manifest
 from flashckpt.core.shard import Shard, place
 from flashckpt.core.shard_table import ShardTable
@@ -42,6 +42,20 @@ if TYPE_CHECKING:
 MANIFEST_BYTES, DATA_BYTES = 12 << 10, 4096
 SAMPLES, BATCH = 30, 8
 """Of the data set, and of each step: epochs end in the middle of a step."""
+
+
+class State(NamedTuple):
+    """A snapshot, of one of the generations that have its number."""
+
+    identity: SnapshotId
+    mark: int
+
+    @classmethod
+    def of(cls, identity: SnapshotId, token: str) -> State:
+        """Return that of the generation with a token."""
+        return cls(identity, mark_of(token))
+
+
 _tables: dict[tuple[int, int], tuple[ShardTable, int]] = {}
 
 
@@ -326,7 +340,7 @@ class Rank:
         id_ = SnapshotId(self.record.number, step)
         request = SnapshotRequest(
             id=id_, job="job", rank=self.rank, world_size=self.world, coordinates={}, parent=self.record.parent,
-            persist=self.wanted.owed is not None,
+            persist=self.wanted.owed is not None, token=self.record.token,
         )  # fmt: skip
         writer = self.segments.begin(request, known=self.acks.known(), superseded=self.superseded)
         if writer is None:
@@ -337,7 +351,7 @@ class Rank:
             self.wanted.begun(id_)
         self.writer, self.request = writer, request
         self.data = json.dumps(self.sampler.state_dict())
-        self.job.rules.taken(id_, self.chain, self.world)
+        self.job.rules.taken(State.of(id_, self.record.token), self.chain, self.world)
         row, bias = bytes_of(self.chain, self.rank)
         table, total = table_of(self.rank, self.world)
         whole = bytearray(total)
@@ -363,9 +377,10 @@ class Rank:
             chunk_digests(memoryview(whole)[start : start + nbytes])
             for start, nbytes in zip(table.byte_offset.tolist(), table.nbytes.tolist(), strict=True)
         ]
-        values = {"step": request.id.step, "chain": self.job.truth_of(request.id), f"rng@rank{self.rank}": b"r"}
+        state = State.of(request.id, request.token)
+        values = {"step": request.id.step, "chain": self.job.rules.truth[state][0], f"rng@rank{self.rank}": b"r"}
         values["data"] = self.data
-        figures, is_bad = TensorFigures.unknown(len(table)), self.job.rules.is_bad(request.id, self.rank)
+        figures, is_bad = TensorFigures.unknown(len(table)), self.job.rules.is_bad(state, self.rank)
         figures.suspect[0] = is_bad
         all_digests = np.concatenate(digests)
         manifest = Manifest.of(request, table=table, digests=all_digests, values=values, figures=figures)

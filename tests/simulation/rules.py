@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from flashckpt.checkpoint.generations import decode_claim
 from flashckpt.checkpoint.root_records import TOMBSTONE, parse_prefix, prefix_of
 from flashckpt.core.digest import digest
-from flashckpt.core.lineage import Generation
+from flashckpt.core.lineage import Generation, mark_of
 from flashckpt.core.manifest import decode_manifest
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError
 from simulation import memory
 from simulation.clock import CLOCK
-from simulation.machines import BATCH, SAMPLES, bytes_of
+from simulation.machines import BATCH, SAMPLES, State, bytes_of
 
 if TYPE_CHECKING:
     from simulation.job import Job
@@ -41,17 +41,20 @@ class Rules:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.truth: dict[SnapshotId, tuple[str, int]] = {}
+        self.truth: dict[State, tuple[str, int]] = {}
         self.taken_at: dict[SnapshotId, float] = {}
-        self.committed: set[SnapshotId] = set()
+        self.committed: dict[SnapshotId, State] = {}
         self.ever: set[SnapshotId] = set()
         self.trained = 0
         self.parents: dict[int, SnapshotId | None] = {}
         self.on_root: dict[int, SnapshotId | None] = {}
-        self._held: dict[str, frozenset[SnapshotId]] = {}  # per segment
+        self._begun: dict[int, dict[int, SnapshotId | None]] = defaultdict(dict)  # by number and mark
+        self._claims: dict[int, int] = {}  # the mark of each claim on the root
+        self._used: set[tuple[int, int]] = set()  # number and mark of generations that took a snapshot
+        self._held: dict[str, frozenset[State]] = {}  # per segment
         self.folders: set[str] | None = None  # of the machines of the present worker group; what others hold is lost
         self._named: set[SnapshotId] = set()  # on the root, though packs may be damaged
-        self._best: SnapshotId | None = None
+        self._best: State | None = None
         self._drawn: dict[str, list[int]] = {}  # by state: how often each sample was trained
         self.kept: set[SnapshotId] = set()
         self._bad: dict[str, int] = {}  # states in which numbers are NaN: of all ranks, or of that one alone
@@ -61,10 +64,23 @@ class Rules:
 
     def begins(self, record: Generation, *, is_on_root: bool) -> None:
         """A generation is written down somewhere."""
-        self.parents[record.number] = record.parent
+        mark = mark_of(record.token)
+        begun = self._begun[record.number]
+        begun[mark] = record.parent
         if is_on_root:
             self.on_root[record.number] = record.parent
+            self._claims[record.number] = mark
+        self.parents[record.number] = begun[self.owner(record.number) or mark]
         self._best = self.best()
+
+    def owner(self, number: int) -> int:
+        """Return the mark of the generation that counts where several have a number: of a claim of which something came; else 0."""
+        mark = self._claims.get(number, 0)
+        is_used = (number, mark) in self._used or any(one.generation == number for one in self.committed)
+        return mark if is_used or self._begun[number].get(mark) is not None else 0
+
+    def _counts(self, state: State) -> bool:
+        return self.owner(state.identity.generation) in (0, state.mark)
 
     def line(self, newest: int, parents: dict[int, SnapshotId | None]) -> dict[int, float]:
         """Return what survives of each generation from where one stands: the last step."""
@@ -84,20 +100,24 @@ class Rules:
         number = max(self.parents, default=0) if newest is None else newest
         return identity.step <= self.line(number, self.parents).get(identity.generation, -1)
 
-    def best(self) -> SnapshotId | None:
+    def best(self) -> State | None:
         """Return the newest snapshot that memory or storage can prove, on the line of the newest generation."""
         return self.best_for(self.folders)
 
-    def best_for(self, folders: set[str] | None, *, prefers_clean: bool = False) -> SnapshotId | None:
+    def best_for(self, folders: set[str] | None, *, prefers_clean: bool = False) -> State | None:
         """Return the newest, or the newest clean one, that can be proved with the memory of some machines alone."""
-        holders: dict[SnapshotId, set[int]] = defaultdict(set)
+        holders: dict[State, set[int]] = defaultdict(set)
         for text, ids in self._held.items():
             if folders is None or text.rpartition("/")[0] in folders:
                 for one in ids:
                     holders[one].add(int(text.rpartition("/")[2][1:6]))
-        found = [one for one, ranks in holders.items() if len(ranks) == self.truth[one][1]]
+        found = [one for one, ranks in holders.items() if len(ranks) == self.truth[one][1] and self._counts(one)]
         bounds = self.line(max(self.parents, default=0), self.parents)
-        alive = [one for one in [*found, *self.committed] if one.step <= bounds.get(one.generation, -1)]
+        alive = [
+            one
+            for one in [*found, *self.committed.values()]
+            if one.identity.step <= bounds.get(one.identity.generation, -1)
+        ]
         clean = [one for one in alive if not self.is_bad(one)] if prefers_clean else []
         return max(clean or alive, default=None)
 
@@ -114,23 +134,30 @@ class Rules:
             raise Violation("no sample twice or lost", f"{sorted(drawn)} after {sum(counts) - len(drawn)} samples")
         self._drawn[chain] = counts
 
-    def is_bad(self, identity: SnapshotId, rank: int | None = None) -> bool:
+    def is_bad(self, state: State, rank: int | None = None) -> bool:
         """Whether numbers are NaN in a snapshot, or in what one rank holds of it."""
-        chain, world = self.truth[identity]
+        chain, world = self.truth[state]
         bad = self._bad.get(chain, 0)
         return bad != 0 if rank is None else bad < 0 or (bad > 0 and bad % world == rank)
 
     # -- memory ----------------------------------------------------------------------------------------------
 
-    def taken(self, identity: SnapshotId, chain: str, world: int) -> None:
+    def taken(self, state: State, chain: str, world: int) -> None:
         """A rank begins a snapshot."""
+        identity = state.identity
+        if (identity.generation, state.mark) not in self._used:
+            self._used.add((identity.generation, state.mark))
+            self.parents[identity.generation] = self._begun[identity.generation][
+                self.owner(identity.generation) or state.mark
+            ]
+            self._best = self.best()
         self.trained = max(self.trained, identity.generation)
         self.taken_at.setdefault(identity, CLOCK.scheduler.now)
-        known = self.truth.setdefault(identity, (chain, world))
+        known = self.truth.setdefault(state, (chain, world))
         if known != (chain, world):
             raise Violation("one state per id", f"{identity} was taken of two states")
 
-    def segment_changed(self, path: memory.SimPath, headers: list[SnapshotId]) -> None:
+    def segment_changed(self, path: memory.SimPath, headers: list[State]) -> None:
         """The headers of a segment were written."""
         text = str(path)
         before, after = self._held.get(text, frozenset()), frozenset(headers)
@@ -138,8 +165,10 @@ class Rules:
             return
         self._held[text] = after
         found = self.best()
-        if self._best is not None and (found is None or found < self._best):
-            raise Violation("M1", f"{self._best} was common or committed, and {found or 'nothing'} is left")
+        if self._best is not None and (found is None or found.identity < self._best.identity):
+            raise Violation(
+                "M1", f"{self._best.identity} was common or committed, and {found and found.identity} is left"
+            )
         self._best = found
 
     def memory_lost(self, prefix: str) -> None:
@@ -170,27 +199,34 @@ class Rules:
                 raise Violation("one committed state per id", f"MANIFEST of {identity} was replaced")
             if self.job.is_operator:
                 return
-            self.committed.add(identity)
+            self.committed[identity] = self._state_of(identity)
             self._named.add(identity)
             self.ever.add(identity)
             self._check_whole(identity)
-            self._best = max(self._best, self.best() or identity) if self._best is not None else self.best()
+            self._best = max(filter(None, (self._best, self.best())), default=None)
             self.job.committed(identity)
             return
         if was and not self.job.is_operator:
             self._may_go(identity)
             self._buried.add(identity)
-        self.committed.discard(identity)
+        self.committed.pop(identity, None)
         self._named.discard(identity)
         self._best = self.best()
+
+    def _state_of(self, identity: SnapshotId) -> State:
+        manifest = decode_manifest(self.job.bucket.objects[f"{prefix_of(*identity)}/MANIFEST"][0], rows=False)
+        return State.of(identity, manifest.token)
 
     def _check_whole(self, identity: SnapshotId | None) -> None:
         """Read a checkpoint as it lies there, and compare it with what was trained."""
         assert identity is not None
         prefix, objects = prefix_of(*identity), self.job.bucket.objects
-        if identity not in self.truth:
+        state = self.committed[identity]
+        if state not in self.truth:
             raise Violation("only what was taken is committed", f"{identity} was never taken")
-        chain, world = self.truth[identity]
+        if not self._counts(state):
+            raise Violation("one committed state per id", f"{identity} is of a generation that lost its number")
+        chain, world = self.truth[state]
         try:
             manifest = decode_manifest(objects[f"{prefix}/MANIFEST"][0])
         except FlashckptError as error:
@@ -214,10 +250,16 @@ class Rules:
         """Retention buries a checkpoint."""
         setup = self.job.setup
         bounds = self.line(max(self.on_root, default=0), self.on_root)
+        states = self.committed
         alive = sorted((one for one in self._named if one.step <= bounds.get(one.generation, -1)), reverse=True)
         if identity in alive[: max(1, setup.keep_last or len(alive))]:
             raise Violation("nothing that retention protects is deleted", f"{identity}, of {alive[:4]}")
-        if identity in [one for one in alive if not self.is_bad(one)][: max(1, setup.keep_last or len(alive))]:
+        if (
+            identity
+            in [one for one in alive if one not in states or not self.is_bad(states[one])][
+                : max(1, setup.keep_last or len(alive))
+            ]
+        ):
             raise Violation("retention keeps the newest clean checkpoints", f"{identity}, of {alive[:4]}")
         if setup.keep_every and identity.step % setup.keep_every == 0 and identity in alive:
             raise Violation("nothing that retention protects is deleted", f"{identity}: keep_every {setup.keep_every}")
@@ -232,7 +274,7 @@ class Rules:
 
     def removed_by_operator(self, identity: SnapshotId) -> None:
         """A person deleted or damaged a checkpoint."""
-        self.committed.discard(identity)
+        self.committed.pop(identity, None)
         self._best = self.best()
 
     # -- what is said ----------------------------------------------------------------------------------------
@@ -242,26 +284,28 @@ class Rules:
         if committed is not None and committed not in self.ever:
             raise Violation("only what is committed is called so", f"{committed}")
 
-    def restored(self, identity: SnapshotId | None, chain: str, *, best: SnapshotId | None, wanted: int | None) -> None:
+    def restored(self, state: State | None, chain: str, *, best: State | None, wanted: int | None) -> None:
         """All ranks have restored.
 
         Args:
-            identity: What; None: they start fresh.
+            state: What; None: they start fresh.
             chain: The state that they have now.
             best: The newest that could be proved when they began.
             wanted: The step that somebody asked for.
         """
-        if identity is None:
+        if state is None:
             if best is not None:
-                raise Violation("a restore takes the newest", f"a fresh start, although {best} is there")
+                raise Violation("a restore takes the newest", f"a fresh start, although {best.identity} is there")
             return
-        if self.truth[identity][0] != chain:
+        identity = state.identity
+        self.parents[identity.generation] = self._begun[identity.generation][state.mark]
+        if self.truth[state][0] != chain:
             raise Violation("what is restored is what was trained", f"{identity}")
         if wanted is not None:
             return
         if not self.is_on_line(identity, self.trained):
             raise Violation("nothing that was rolled back is restored", f"{identity}")
-        if best is not None and self.is_bad(identity) and not self.is_bad(best):
-            raise Violation("a restore prefers what is clean", f"{identity}, although {best} is there")
-        if best is not None and identity < best and not self.is_bad(best):
-            raise Violation("a restore takes the newest", f"{identity}, although {best} is there")
+        if best is not None and self.is_bad(state) and not self.is_bad(best):
+            raise Violation("a restore prefers what is clean", f"{identity}, although {best.identity} is there")
+        if best is not None and identity < best.identity and not self.is_bad(best):
+            raise Violation("a restore takes the newest", f"{identity}, although {best.identity} is there")

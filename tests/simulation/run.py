@@ -15,6 +15,7 @@ from flashckpt.shm.segment import Segment
 from simulation import memory, seams
 from simulation.clock import CLOCK, Process
 from simulation.job import Job, Setup
+from simulation.machines import State
 from simulation.plan import KINDS, Fault, draw
 from simulation.rules import Violation
 from simulation.storage import SimStore, Trouble
@@ -89,7 +90,7 @@ def _watched(method: Any) -> Any:
     def call(self: Segment, *arguments: Any) -> Any:
         answer = method(self, *arguments)
         path: Any = self.path
-        headers = [header.identity for header in self.headers() if header.is_complete] if path.exists() else []
+        headers = [State(h.identity, h.mark) for h in self.headers() if h.is_complete] if path.exists() else []
         _current[0].rules.segment_changed(path, headers)
         return answer
 

@@ -38,4 +38,8 @@ SEEDS = [
           Fault(154.4482256141185, "restart node", 217, 0.40205637927532856),
           Fault(184.81144846013638, "other job", 836, 0.7330293035117952),
           Fault(254.42447653412543, "cut between nodes", 537, 0.6133020794627592)]),
+    # other nodes take a number that was never claimed, and one that had it comes back with what it holds
+    Seed("one state per id", 1, Setup(nodes=2, spares=2, persist_every=5, step_s=3.0, copy_s=0.1, faults_s=200.0),
+         [Fault(27.0, "cut from root", 0, 0.2), Fault(27.0, "cut from root", 1, 0.2), Fault(29, "kill rank"),
+          Fault(46.0, "restart node", 0, 0.14), Fault(46.0, "restart node", 1, 0.14), Fault(67.0, "restart node", 2, 0.9)]),
 ]  # fmt: skip

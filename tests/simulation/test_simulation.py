@@ -79,3 +79,21 @@ def _named() -> Any:
 
 def test_what_seeds_once_broke_holds() -> None:
     assert set(in_a_child(_named)) == {""}
+
+
+def _reported() -> Any:
+    from simulation.reports import REPORTS
+    from simulation.run import simulate
+
+    found = [(one, simulate(7, one.setup, one.faults)) for one in REPORTS]
+    return {
+        one.name: outcome.problem
+        or [what for what, least in one.least.items() if outcome.counts.get(what, 0) < least]
+        or ("" if any(one.told in f"{who} {what}" for _, who, what in outcome.story) else f"no word of {one.told!r}")
+        for one, outcome in found
+    }
+
+
+def test_what_was_reported_of_other_systems_does_no_harm_here() -> None:
+    found = in_a_child(_reported)
+    assert found == dict.fromkeys(found, "")

@@ -16,9 +16,11 @@ from support.memory_tier import FakeJob, FakeRank, split
 
 from flashckpt import faults
 from flashckpt.checkpoint.catalog import list_checkpoints, read_manifest
+from flashckpt.core.lineage import Generation
 from flashckpt.core.shard import Shard
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, ShardGapError
+from flashckpt.restore import gather
 from flashckpt.restore.candidate_sources import open_memory
 from flashckpt.restore.executor import RestoreCounts, Target, execute_reads
 from flashckpt.restore.sources import MemorySource, Source, StorageSource
@@ -189,6 +191,19 @@ def test_flipped_bit_that_a_strided_read_does_not_need_is_found_all_the_same(job
     shard = Shard(fqn="w", dtype="float32", global_shape=(3000, 1000), offsets=(0, 0), lengths=(3000, 10))
     with sources_of(job) as sources, pytest.raises(DamagedError, match="bytes 0 to 1048576"):
         restored([shard], sources)
+
+
+def test_slots_of_a_generation_that_lost_its_number_are_emptied_though_nothing_was_restored(job: FakeJob) -> None:
+    job.step(10)
+    held = list(gather._slots(job.directory))
+    for rank in job.ranks:
+        rank.segment.close()
+    record = Generation(number=2, world_size=job.world)
+    for rank in range(job.world):
+        gather.begin(job.directory, record, rank=rank, ranks=range(job.world), own=None, lost={(1, 7)})
+    assert list(gather._slots(job.directory)) == held != []
+    gather.begin(job.directory, record, rank=0, ranks=[0], own=None, lost={(1, 0)})
+    assert list(gather._slots(job.directory)) == []
 
 
 def test_snapshot_abandoned_while_it_is_read_is_replaced_by_storage(job: FakeJob) -> None:
