@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from flashckpt.checkpoint.catalog import newest_checkpoint
 from flashckpt.checkpoint.commit_lease import LeaseObjects
-from flashckpt.checkpoint.generations import ReplacedRoot, check_fence, read_generations
+from flashckpt.checkpoint.generations import ReplacedRoot, check_fence, claimed_token, read_generations
 from flashckpt.checkpoint.indexes import missing_writers
 from flashckpt.checkpoint.intents import (
     Proposals,
@@ -370,8 +370,15 @@ class PersistCoordinator:
     def _commit(self, intent: Intent) -> Event:
         assert self.flush is not None
         store, prefix = self._connected(), prefix_of(*intent.identity)
+        record = self._record
+
+        def work(is_wanted: Callable[[], bool]) -> bool:
+            number = intent.generation
+            token = record.token if number == record.number else claimed_token(store, number)
+            return commit(store, prefix, intent.writers, is_wanted=is_wanted, token=token)
+
         try:
-            if not self.flush.commits(lambda is_wanted: commit(store, prefix, intent.writers, is_wanted=is_wanted)):
+            if not self.flush.commits(work):
                 return p.CommitRuns()
         except FencedError:  # swept: there is a tombstone in place of MANIFEST
             return p.TombstoneFound()

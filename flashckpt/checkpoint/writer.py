@@ -119,7 +119,9 @@ def write_packs(pin: PinnedSlot, store: Store, prefix: str, *, options: PersistO
     return index_manifest(manifest, packs, names)
 
 
-def commit(store: Store, prefix: str, writers: Sequence[int], *, is_wanted: Callable[[], bool] = lambda: True) -> bool:
+def commit(
+    store: Store, prefix: str, writers: Sequence[int], *, is_wanted: Callable[[], bool] = lambda: True, token: str = ""
+) -> bool:
     """Make the checkpoint exist: verify every writer's index and packs, merge, create MANIFEST.
 
     May be called by several processes, and again after a crash: exactly one creates MANIFEST.
@@ -130,11 +132,13 @@ def commit(store: Store, prefix: str, writers: Sequence[int], *, is_wanted: Call
         writers: Ranks whose indexes make it up.
         is_wanted: Asked before MANIFEST is created: that of many ranks takes long, and another may have taken it over.
 
+        token: Of the generation, as it is claimed on the root; "" where that is not known.
+
     Returns:
         True where this call created MANIFEST; False where an equal checkpoint was already committed.
 
     Raises:
-        PersistError: A writer has not written its index, or the index belongs to another snapshot; or it is not wanted.
+        PersistError: A writer has not written its index, or the index belongs to another snapshot or run; or it is not wanted.
         DamagedError: An index or pack is damaged, missing or truncated.
         ShardGapError: The writers together do not cover a tensor.
         FencedError: The checkpoint was given up and swept.
@@ -142,7 +146,7 @@ def commit(store: Store, prefix: str, writers: Sequence[int], *, is_wanted: Call
     if _committed(store, prefix):
         return False
     crash_point("persist.before-manifest")
-    encoded = encoded_manifest(store, prefix, writers)
+    encoded = encoded_manifest(store, prefix, writers, token)
     if not is_wanted():
         raise PersistError(f"the checkpoint {prefix} is not committed here any more", state="MANIFEST was not written.")
     if not store.put_if_absent(f"{prefix}/{MANIFEST}", encoded):

@@ -28,6 +28,7 @@ class Generation:
         world_size: Its ranks.
         claimed: Whether the number is claimed on the root; if not, the persister does so before it persists.
         created_s: Time of the claim, unix seconds.
+        line: Marks of the generations before it, nearest first, back to the last that was known to be claimed.
     """
 
     number: int = field(metadata={"key": "generation"})
@@ -36,6 +37,15 @@ class Generation:
     world_size: int = 1
     claimed: bool = False
     created_s: float = 0.0
+    line: tuple[int, ...] = ()
+
+    def is_overtaken(self, claimed: Mapping[int, int]) -> bool:
+        """Return whether a number of its line was claimed by others: they went on without it.
+
+        Args:
+            claimed: Number -> mark of claims on the root.
+        """
+        return any(mark and claimed.get(self.number - at, mark) != mark for at, mark in enumerate(self.line, start=1))
 
 
 def mark_of(token: str) -> int:

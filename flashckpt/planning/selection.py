@@ -149,12 +149,14 @@ class Candidates:
         next_generation: Number to claim: 1 + the largest seen anywhere.
         lineage: Every generation known, for `is_rolled_back`.
         lost: Number and mark of generations in memory whose number belongs to another one: nothing of theirs counts.
+        line: Of the generation that begins, where it is not claimed now.
     """
 
     found: tuple[Candidate, ...]
     next_generation: int
     lineage: tuple[Generation, ...]
     lost: frozenset[tuple[int, int]] = frozenset()
+    line: tuple[int, ...] = ()
 
     def is_behind(self, candidate: Candidate) -> bool:
         """Tell whether a candidate is older than what the newest generation began with: memory has lost that, or never had it."""
@@ -246,7 +248,8 @@ def select(
     highest = max([*(g.number for g in lineage), *(i.generation for i in on_root)], default=0)
     seen = marks_of(by_node.values()).items()
     lost = frozenset((number, mark) for number, found_ in seen for mark in found_ - {marks[number]})
-    return Candidates(found=found, next_generation=highest + 1, lineage=lineage, lost=lost)
+    line = _line(by_node.values(), highest, marks)
+    return Candidates(found=found, next_generation=highest + 1, lineage=lineage, lost=lost, line=line)
 
 
 def _further_back(
@@ -263,11 +266,15 @@ def _further_back(
     return [i for i in older if back > 1 and i in on_root] or older or wanted
 
 
+_NO_MARK = -1
+_LONGEST_LINE = 64
+
+
 def _marks(nodes: Collection[Inventory], root: RootSummary) -> dict[int, int]:
     """Return the mark of the generation that counts, for each number that memory knows.
 
     One that is claimed on the root does, unless nothing came of the claim: alone, it must never hide a snapshot. Else, of
-    several, one of a node that ran until now, then the one that came farthest.
+    several, one of a node that ran until now, then the one that came farthest. None does that others have overtaken.
     """
     claimed = {one.number: mark_of(one.token) for one in root.claims}
     used = {one.number for one in root.claims if one.parent is not None} | {one.generation for one in root.committed}
@@ -280,7 +287,18 @@ def _marks(nodes: Collection[Inventory], root: RootSummary) -> dict[int, int]:
         else:
             places = [(is_current, step, mark) for is_current, step, other, mark in ran if other == number and mark]
             found[number] = max(places)[-1] if places else max(marks)
+    counting = {number: mark for number, mark in claimed.items() if number in used or found.get(number) == mark}
+    for one in (i.generation for i in nodes if i.generation is not None):
+        if one.is_overtaken(counting) and counting.get(one.number) != mark_of(one.token) == found[one.number]:
+            found[one.number] = _NO_MARK
     return found
+
+
+def _line(nodes: Iterable[Inventory], number: int, marks: Mapping[int, int]) -> tuple[int, ...]:
+    """Return the line of the generation that begins behind one with this number."""
+    records = (i.generation for i in nodes if i.generation is not None)
+    before = next((one for one in records if one.number == number and _counts(one, marks)), None)
+    return () if before is None or before.claimed else (mark_of(before.token), *before.line)[:_LONGEST_LINE]
 
 
 def _lineage(

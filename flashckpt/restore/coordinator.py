@@ -268,7 +268,7 @@ class RestoreCoordinator:
             where = self.request.root if can_claim else None
             while True:
                 try:
-                    record = gather.claim(found.next_generation, parent, world=world, root=where, options=self.options)
+                    record = gather.claim(found, parent, world=world, root=where, options=self.options)
                     break
                 except StoreError as error:  # on every rank
                     if not self.patience.again(may_pass=may_pass(error), why=str(error)):

@@ -27,7 +27,7 @@ from flashckpt.errors import ConfigError, DamagedError, FlashckptError, RootErro
 from flashckpt.faults import crash_point
 from flashckpt.logs import guarded
 from flashckpt.planning.inventory import HeldSlot, Inventory, Member, unpack_all
-from flashckpt.planning.selection import RestoreRequest, RootSummary, refuse_damage, require_same_request
+from flashckpt.planning.selection import Candidates, RestoreRequest, RootSummary, refuse_damage, require_same_request
 from flashckpt.shm.agent_folder import agent_folder, has_missed, note_waiting, read_job
 from flashckpt.shm.control import Control, ControlView
 from flashckpt.shm.job_directory import JobDirectory
@@ -266,12 +266,12 @@ class Patience:
 
 
 def claim(
-    number: int, parent: SnapshotId | None, *, world: World, root: str | None, options: Mapping[str, Any]
+    found: Candidates, parent: SnapshotId | None, *, world: World, root: str | None, options: Mapping[str, Any]
 ) -> Generation:
     """Return the record of the generation that begins. Collective; only rank 0 talks to the root.
 
     Args:
-        number: 1 + the largest generation seen anywhere; a higher one is taken if it is claimed already.
+        found: Says the number, 1 + the largest seen anywhere; a higher one is taken if it is claimed already.
         parent: What was restored; None on a fresh start, BEGINNING on one that was asked for.
         world: The ranks.
         root: Where to claim it now; None leaves that to the daemon, before it persists anything.
@@ -280,7 +280,7 @@ def claim(
     Raises:
         RootError, StoreError: A fresh start whose root cannot be written. Raised on every rank.
     """
-    token, claimed, error = secrets.token_hex(8), False, None
+    number, token, claimed, error = found.next_generation, secrets.token_hex(8), False, None
     if world.rank == 0 and root is not None:
         try:
             wanted = Generation(number=number, token=token, parent=parent, world_size=world.size)
@@ -291,7 +291,8 @@ def claim(
     number, token, claimed, error = collectives.from_rank_0([number, token, claimed, error])
     if error is not None:
         raise _unpacked(error)
-    return Generation(number=number, token=token, parent=parent, world_size=world.size, claimed=claimed)
+    line = () if claimed else found.line
+    return Generation(number=number, token=token, parent=parent, world_size=world.size, claimed=claimed, line=line)
 
 
 def _claim_on_root(root: str, options: Mapping[str, Any], wanted: Generation) -> int:

@@ -80,7 +80,7 @@ class Job:
         self.bucket = Bucket(Random(f"{seed} storage"), setup.latency_s)
         self.rules = Rules(self)
         self.bucket.on_change = self.rules.root_changed
-        self.is_operator = False
+        self.is_operator = self.is_over = False
         self.processes: list[Process] = []
         self.story: list[tuple[float, str, str]] = []
         self.counts: Counter[str] = Counter()
@@ -88,6 +88,8 @@ class Job:
         self.carried: dict[str, bytes] = {}
         self.cut_off: set[int] = set()
         self.mute: set[int] = set()
+        self.deaf: dict[int, dict[str, bytes]] = {}
+        self.echoes = 0.0  # share of messages that come twice
         self.nodes = [Node(self, index) for index in range(setup.nodes + setup.spares)]
         self.wanted = setup.nodes
         self.ranks: list[Rank] = []
@@ -158,7 +160,7 @@ class Job:
 
     def start_agent(self, node: Node) -> None:
         """An agent starts on a machine."""
-        if not node.is_up or (node.agent is not None and node.agent.alive):
+        if self.is_over or not node.is_up or (node.agent is not None and node.agent.alive):
             return
         agent = node.agent = self.process(f"agent {node.name}", node.index)
         node.restart, node.agents = 0, node.agents + 1

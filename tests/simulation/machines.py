@@ -242,19 +242,27 @@ class Carrier:
         self._reach()
         if self._node in self._job.mute and self._job.random.random() < 0.5:
             return
+        self._arrive(key, value)
+        if self._job.random.random() < self._job.echoes:
+            self._job.later(self._job.random.random() * 5, lambda: self._arrive(key, value))
+
+    def _arrive(self, key: str, value: bytes) -> None:
         if self._job.carried.get(key) != value:
             self._job.carried[key] = value
             for node in self._job.nodes:
                 if node.index != self._node and node.relay_rests and node.relay is not None:
                     node.wake_relay(0.05 + self._job.random.random() * 4)
 
-    def check(self, keys: list[str], /) -> bool:
+    @property
+    def _heard(self) -> dict[str, bytes]:
         self._reach()
-        return all(key in self._job.carried for key in keys)
+        return self._job.deaf.get(self._node, self._job.carried)
+
+    def check(self, keys: list[str], /) -> bool:
+        return all(key in self._heard for key in keys)
 
     def multi_get(self, keys: list[str], /) -> list[bytes]:
-        self._reach()
-        return [self._job.carried[key] for key in keys]
+        return [self._heard[key] for key in keys]
 
 
 @dataclass

@@ -92,7 +92,8 @@ class Restore:
                 candidate is not None and candidate.is_suspect and root is not None and root.error
             ):
                 state = None if identity is None else State.of(identity, self._token)
-                job.rules.restored(state, chain, best=best, wanted=self.step)
+                asked = root is not None and not root.error
+                job.rules.restored(state, chain, best=best, wanted=self.step, asked=asked)
             record = self._claim(found, identity, root)
         except FlashckptError as error:
             raise _failed(error) from error
@@ -212,11 +213,12 @@ class Restore:
             try:
                 number = gather._claim_on_root(_ROOT, {}, wanted)
                 wanted = replace(wanted, number=number, claimed=True)
-                self.job.rules.begins(wanted, is_on_root=True)
             except (FlashckptError, OSError):
                 if parent is None:
                     raise
-        self.job.rules.begins(wanted, is_on_root=wanted.claimed)
+        wanted = replace(wanted, line=() if wanted.claimed else found.line)
+        state = None if parent is None else State.of(parent, self._token)
+        self.job.rules.begins(wanted, is_on_root=wanted.claimed, parent=state, starts=True)
         mates: dict[int, list[int]] = {}
         for rank in self.ranks:
             mates.setdefault(rank.node.index, []).append(rank.rank)

@@ -48,7 +48,7 @@ class Rules:
         self.trained = 0
         self.parents: dict[int, SnapshotId | None] = {}
         self.on_root: dict[int, SnapshotId | None] = {}
-        self._begun: dict[int, dict[int, SnapshotId | None]] = defaultdict(dict)  # by number and mark
+        self._begun: dict[int, dict[int, State | None]] = defaultdict(dict)  # by number and mark
         self._claims: dict[int, int] = {}  # the mark of each claim on the root
         self._used: set[tuple[int, int]] = set()  # number and mark of generations that took a snapshot
         self._held: dict[str, frozenset[State]] = {}  # per segment
@@ -62,22 +62,40 @@ class Rules:
 
     # -- lineage ---------------------------------------------------------------------------------------------
 
-    def begins(self, record: Generation, *, is_on_root: bool) -> None:
-        """A generation is written down somewhere."""
+    def begins(
+        self, record: Generation, *, is_on_root: bool, parent: State | None = None, starts: bool = False
+    ) -> None:
+        """A generation is written down somewhere; `starts`: all ranks go on with it now."""
         mark = mark_of(record.token)
-        begun = self._begun[record.number]
-        begun[mark] = record.parent
+        self._begun[record.number][mark] = self._begun[record.number].get(mark) or parent
         if is_on_root:
             self.on_root[record.number] = record.parent
             self._claims[record.number] = mark
-        self.parents[record.number] = begun[self.owner(record.number) or mark]
+        self.parents.setdefault(record.number, record.parent)
+        if starts:
+            self.parents = self._ancestors(record.number, mark)
         self._best = self.best()
+
+    def _ancestors(self, number: int, mark: int) -> dict[int, SnapshotId | None]:
+        """Return what each generation of a line began with."""
+        found: dict[int, SnapshotId | None] = {}
+        while number > 0:
+            parent = self._begun[number].get(mark)
+            found[number] = None if parent is None else parent.identity
+            number, mark = (number - 1, -1) if parent is None else (parent.identity.generation, parent.mark)
+            if mark < 0 < number:
+                mark = self.owner(number) or next(reversed(self._begun[number]), 0)
+        return found
 
     def owner(self, number: int) -> int:
         """Return the mark of the generation that counts where several have a number: of a claim of which something came; else 0."""
         mark = self._claims.get(number, 0)
-        is_used = (number, mark) in self._used or any(one.generation == number for one in self.committed)
-        return mark if is_used or self._begun[number].get(mark) is not None else 0
+        is_used = (
+            (number, mark) in self._used
+            or self.on_root.get(number) is not None
+            or any(one.generation == number for one in self.committed)
+        )
+        return mark if is_used else 0
 
     def _counts(self, state: State) -> bool:
         return self.owner(state.identity.generation) in (0, state.mark)
@@ -147,9 +165,6 @@ class Rules:
         identity = state.identity
         if (identity.generation, state.mark) not in self._used:
             self._used.add((identity.generation, state.mark))
-            self.parents[identity.generation] = self._begun[identity.generation][
-                self.owner(identity.generation) or state.mark
-            ]
             self._best = self.best()
         self.trained = max(self.trained, identity.generation)
         self.taken_at.setdefault(identity, CLOCK.scheduler.now)
@@ -224,7 +239,7 @@ class Rules:
         state = self.committed[identity]
         if state not in self.truth:
             raise Violation("only what was taken is committed", f"{identity} was never taken")
-        if not self._counts(state):
+        if self._claims.get(identity.generation, state.mark) != state.mark:
             raise Violation("one committed state per id", f"{identity} is of a generation that lost its number")
         chain, world = self.truth[state]
         try:
@@ -284,7 +299,7 @@ class Rules:
         if committed is not None and committed not in self.ever:
             raise Violation("only what is committed is called so", f"{committed}")
 
-    def restored(self, state: State | None, chain: str, *, best: State | None, wanted: int | None) -> None:
+    def restored(self, state: State | None, chain: str, *, best: State | None, wanted: int | None, asked: bool) -> None:
         """All ranks have restored.
 
         Args:
@@ -292,19 +307,21 @@ class Rules:
             chain: The state that they have now.
             best: The newest that could be proved when they began.
             wanted: The step that somebody asked for.
+            asked: Whether the root has answered.
         """
         if state is None:
             if best is not None:
                 raise Violation("a restore takes the newest", f"a fresh start, although {best.identity} is there")
             return
         identity = state.identity
-        self.parents[identity.generation] = self._begun[identity.generation][state.mark]
         if self.truth[state][0] != chain:
             raise Violation("what is restored is what was trained", f"{identity}")
         if wanted is not None:
             return
         if not self.is_on_line(identity, self.trained):
             raise Violation("nothing that was rolled back is restored", f"{identity}")
+        if asked and best is not None and identity.generation > max(self.parents, default=0):
+            raise Violation("nothing that others went on without is restored", f"{identity}, not {best.identity}")
         if best is not None and self.is_bad(state) and not self.is_bad(best):
             raise Violation("a restore prefers what is clean", f"{identity}, although {best.identity} is there")
         if best is not None and identity < best.identity and not self.is_bad(best):

@@ -152,6 +152,8 @@ def _calm(job: Job) -> None:
         setattr(job.bucket.trouble, name, value)
     job.cut_off.clear()
     job.mute.clear()
+    job.deaf.clear()
+    job.echoes = 0.0
     for process in job.processes:
         CLOCK.scheduler.pause(process, 0.0)
         process.deadly_in = None
@@ -179,6 +181,7 @@ def _leaks(job: Job) -> None:
                 pinned = [byte for byte, holders in file.locks.items() if byte and holders]
                 if len(pinned) > 2:
                     raise Violation("no pin is held for ever", f"{folder}/{name}: {len(pinned)} slots")
+    job.is_over = True
     for process in list(job.processes):
         process.on_death.clear()  # nobody starts anything any more
         CLOCK.scheduler.kill(process)

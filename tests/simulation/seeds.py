@@ -42,4 +42,13 @@ SEEDS = [
     Seed("one state per id", 1, Setup(nodes=2, spares=2, persist_every=5, step_s=3.0, copy_s=0.1, faults_s=200.0),
          [Fault(27.0, "cut from root", 0, 0.2), Fault(27.0, "cut from root", 1, 0.2), Fault(29, "kill rank"),
           Fault(46.0, "restart node", 0, 0.14), Fault(46.0, "restart node", 1, 0.14), Fault(67.0, "restart node", 2, 0.9)]),
+    # the same, and both run on: the persister of the one that was overtaken claims nothing late, and commits nothing
+    Seed("nothing that retention protects is deleted", 76,
+         Setup(nodes=2, spares=2, slots=3, step_s=1.0, persist_every=1, persist_s=20, copy_s=0.8, latency_s=0.15),
+         [Fault(232.4389408821682, "others take over", 303, 0.8023773956466232),
+          Fault(240.56566138509427, "kill rank", 911, 0.3833278204238907)]),
+    Seed("one committed state per id", 24,
+         Setup(nodes=2, per_node=2, spares=2, slots=3, step_s=10.0, persist_every=12, copy_s=0.1, latency_s=0.15),
+         [Fault(1.3197498465292168, "restart node", 528, 0.7423815265924102),
+          Fault(46.84511671255033, "others take over", 957, 0.7997431615247124)]),
 ]  # fmt: skip

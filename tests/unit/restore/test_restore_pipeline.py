@@ -352,6 +352,21 @@ def test_the_claim_that_others_continued_from_counts_and_one_of_which_nothing_ca
     assert [c.identity.step for c in select([both], root).found] == [7]
 
 
+def test_what_others_went_on_without_is_lost_and_a_line_goes_back_to_what_is_known_to_be_claimed() -> None:
+    third = Generation(number=3, token="third", parent=SnapshotId(2, 9), line=(mark_of("early"),))
+    held = [slot(rank, 12, generation=3)._replace(parent=SnapshotId(2, 9), mark=mark_of("third")) for rank in (0, 1)]
+    both = Inventory.unpack(replace(node("a", *held), generation=third).pack())
+    claims = [Generation(number=2, token="late", parent=SnapshotId(1, 4))]
+    root = RootSummary(claims=tuple(claims), committed=(SnapshotId(2, 7),), prefixes=("p",))
+    found = select([both], root)
+    assert [c.identity for c in found.found] == [(2, 7)]
+    assert found.lost == {(3, mark_of("third"))}
+    found = select([both], replace(root, claims=(replace(claims[0], token="early"),)))
+    assert [c.identity.step for c in found.found] == [12, 7], "it was claimed late, by the same run"
+    assert found.line == (mark_of("third"), mark_of("early"))
+    assert select([replace(both, generation=replace(third, claimed=True))], RootSummary()).line == ()
+
+
 def test_slots_without_a_token_are_of_whichever_generation_counts() -> None:
     old = node("a", slot(0, 9, generation=2), marked(1, 9, "early"))
     assert [c.is_common for c in select([old], RootSummary()).found] == [True]
