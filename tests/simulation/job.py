@@ -102,6 +102,10 @@ class Job:
         self.agents = Agents()
         self._asked: Counter[int] = Counter()
         self.committed_at: dict[SnapshotId, float] = {}
+        self.failed_s: float | None = None  # since when no rank trains
+        self.calm_s = 0.0  # when the faults ended, and which step it was, and how many were taken
+        self.calm_step = self.calm_steps = 0
+        self.outages: list[tuple[str, float]] = []  # what each ended with, and how long it was
 
     # -- small things ----------------------------------------------------------------------------------------
 
@@ -228,6 +232,7 @@ class Job:
     def _rank_died(self, number: int) -> None:
         if number != self._number:
             return
+        self.failed_s = CLOCK.scheduler.now if self.failed_s is None else self.failed_s
         self._number += 1  # the others are echoes
         self.later(0.1 + self.random.random() * 2, self._recover)
 
@@ -282,6 +287,9 @@ class Job:
         record = found.record
         self.step = found.identity.step if found.identity is not None else 0
         self.say("ranks", f"generation {record.number} begins with {found.identity or 'nothing'}, {found.source}")
+        if self.failed_s is not None:
+            self.outages.append((found.source, CLOCK.scheduler.now - self.failed_s))
+            self.failed_s = None
         restored = found.identity if found.source == "memory" else None
         superseded = found.identity if found.source == "storage" else None
         for rank in ranks:

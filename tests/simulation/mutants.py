@@ -10,7 +10,10 @@ import os
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from importlib.machinery import SourceFileLoader
+from itertools import chain
+from multiprocessing import get_context
 from typing import Any
 
 from support.paths import ROOT
@@ -237,21 +240,23 @@ def plant(mutant: Mutant) -> None:
 
 
 def hunt(mutant: Mutant, seeds: int, seconds: float) -> str:
-    """Plant it here, and return what found it."""
+    """Plant it here, and return what found it: one of the named seeds, or of new ones."""
     plant(mutant)
     from simulation.plan import draw
     from simulation.run import simulate
+    from simulation.seeds import SEEDS
 
     end = time.process_time() + seconds
-    for seed in range(1, seeds + 1):
+    known = [(f"named {at}", (one.seed, one.setup, one.faults)) for at, one in enumerate(SEEDS, start=1)]
+    for name, story in chain(known, ((str(seed), (seed, *draw(seed, **BUSY))) for seed in range(1, seeds + 1))):
         try:
-            outcome = simulate(seed, *draw(seed, **BUSY))
+            outcome = simulate(*story)
         except BaseException as error:  # noqa: BLE001 -- a crash of the product's loop is a find, too
-            return f"{seed}\t{type(error).__name__}: {error}"
+            return f"{name}\t{type(error).__name__}: {error}"
         if outcome.rule:
-            return f"{seed}\t{outcome.problem}"
+            return f"{name}\t{outcome.problem}"
         if time.process_time() > end:
-            return f"-\tnot in {seed} seeds"
+            return f"-\tnot in {name} seeds"
     return f"-\tnot in {seeds} seeds"
 
 
@@ -261,22 +266,20 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--only", default="", help="part of a name")
     parser.add_argument("--seeds", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=1e9, help="of a processor, for each")
+    parser.add_argument("--workers", type=int, default=1, help="processes side by side")
     chosen = parser.parse_args(arguments)
     import torch  # noqa: F401 -- once, before the processes fork: it takes longer than many seeds
 
+    hunted = [one for one in MUTANTS if chosen.only in one.name]
     missed = 0
-    for mutant in [one for one in MUTANTS if chosen.only in one.name]:
-        sys.stdout.flush()
-        read, write = os.pipe()
-        if (pid := os.fork()) == 0:
-            os.write(write, hunt(mutant, chosen.seeds, chosen.seconds).encode()[:4000])
-            os._exit(0)
-        os.close(write)
-        with os.fdopen(read) as answer:
-            seed, _, found = answer.read().partition("\t")
-        os.waitpid(pid, 0)
-        missed += seed in ("-", "")
-        sys.stdout.write(f"{mutant.name:55} seed {seed or '?':>5}  {found[:110]}\n")
+    with get_context("fork").Pool(chosen.workers, maxtasksperchild=1) as pool:
+        work = partial(hunt, seeds=chosen.seeds, seconds=chosen.seconds)
+        for mutant, answer in zip(hunted, pool.imap(work, hunted, chunksize=1), strict=True):
+            seed, _, found = answer.partition("\t")
+            missed += seed == "-"
+            sys.stdout.write(f"{mutant.name:55} seed {seed:>8}  {found.splitlines()[0][:110]}\n")
+            sys.stdout.flush()
+    sys.stdout.write(f"{len(hunted) - missed} of {len(hunted)} were found\n")
     return missed
 
 

@@ -146,6 +146,8 @@ class Restore:
                 return candidate, self._read(candidate, inventories), root, found
             except FlashckptError as error:
                 self.job.say("ranks", f"cannot use {candidate.identity}: {str(error).splitlines()[0]}")
+                if candidate.is_common:  # nothing here damages memory
+                    raise Violation("what memory calls whole is whole", f"{candidate.identity}: {error}") from error
                 if candidate.on_root and may_pass(error):
                     raise RestoreFailed("the root does not answer") from error
                 self._passed_over = self._passed_over or candidate.is_whole

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 from flashckpt.checkpoint.generations import decode_claim
@@ -52,6 +52,7 @@ class Rules:
         self._claims: dict[int, int] = {}  # the mark of each claim on the root
         self._used: set[tuple[int, int]] = set()  # number and mark of generations that took a snapshot
         self._held: dict[str, frozenset[State]] = {}  # per segment
+        self._segments: Counter[State] = Counter()  # how many hold it
         self.folders: set[str] | None = None  # of the machines of the present worker group; what others hold is lost
         self._named: set[SnapshotId] = set()  # on the root, though packs may be damaged
         self._best: State | None = None
@@ -179,6 +180,10 @@ class Rules:
         if before == after:
             return
         self._held[text] = after
+        self._segments.update(after - before)
+        self._segments.subtract(before - after)
+        if self._best not in before - after and all(self._segments[one] < self.truth[one][1] for one in after - before):
+            return  # neither is anything gone that counted, nor anything new common
         found = self.best()
         if self._best is not None and (found is None or found.identity < self._best.identity):
             raise Violation(
@@ -189,6 +194,7 @@ class Rules:
     def memory_lost(self, prefix: str) -> None:
         """A machine is gone: nobody promised what was there alone."""
         self._held = {text: ids for text, ids in self._held.items() if not text.startswith(prefix)}
+        self._segments = Counter(one for ids in self._held.values() for one in ids)
         self._best = self.best()
 
     # -- storage ---------------------------------------------------------------------------------------------

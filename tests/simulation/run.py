@@ -148,6 +148,7 @@ def _break(job: Job, fault: Fault) -> None:
 def _calm(job: Job) -> None:
     """From here on nothing goes wrong any more."""
     job.say("world", "no more faults")
+    job.calm_s, job.calm_step, job.calm_steps = CLOCK.scheduler.now, job.step, job.counts["steps"]
     for name, value in vars(Trouble()).items():
         setattr(job.bucket.trouble, name, value)
     job.cut_off.clear()
