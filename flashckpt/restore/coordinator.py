@@ -275,7 +275,7 @@ class RestoreCoordinator:
                         raise
             assert self.directory is not None
             ranks = local_world(inventories, world.rank)
-            gather.begin(self.directory, record, rank=world.rank, ranks=ranks, own=own, lost=found.lost)
+            gather.begin(self.directory, record, rank=world.rank, ranks=ranks, own=own, found=found)
         return record
 
     def _again(self, root: RootSummary) -> bool:

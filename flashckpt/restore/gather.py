@@ -10,7 +10,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -309,14 +309,15 @@ def begin(
     rank: int,
     ranks: Sequence[int],
     own: Segment | None,
-    lost: Collection[tuple[int, int]] = (),
+    found: Candidates,
 ) -> None:
     """Write the lineage of this node, then empty the slots that it abandons.
 
     Args:
         directory: Of the job on this node.
         record: The generation that begins.
-        lost: Number and mark of generations of which nothing counts.
+        found: Says which generations are known, and of which nothing counts. What the root alone knows to be rolled back would be
+            taken by the next start, which does not ask it.
         rank: This rank; it empties its own slots.
         ranks: Ranks of this node; the first also empties those of ranks that are no more.
         own: The segment this process owns already.
@@ -324,21 +325,19 @@ def begin(
     crash_point("restore.before-lineage")
     if ranks[0] == rank:
         directory.write_generation(record)
-    if record.parent is None and not lost:
-        return
     for path in directory.segments():
         owner = int(path.name[1 : path.name.index("-")])
         if owner == rank or (owner not in ranks and ranks[0] == rank):
-            _empty_abandoned(path, record, own if own is not None and own.path == path else None, lost)
+            _empty_abandoned(path, record, own if own is not None and own.path == path else None, found)
     crash_point("restore.after-lineage")
 
 
-def _empty_abandoned(path: Path, record: Generation, own: Segment | None, lost: Collection[tuple[int, int]]) -> None:
+def _empty_abandoned(path: Path, record: Generation, own: Segment | None, found: Candidates) -> None:
     with contextlib.suppress(FlashckptError, OSError), contextlib.ExitStack() as stack:
         segment = own or stack.enter_context(contextlib.closing(Segment.attach(path, writable=True)))
         for slot, header in enumerate(segment.headers()):
-            is_lost = (header.generation, header.mark) in lost
-            if header.is_complete and (is_lost or is_rolled_back(header.identity, [record])):
+            is_lost = (header.generation, header.mark) in found.lost
+            if header.is_complete and (is_lost or is_rolled_back(header.identity, [record, *found.lineage])):
                 segment.mark_empty(slot)
 
 

@@ -93,7 +93,14 @@ class Restore:
             ):
                 state = None if identity is None else State.of(identity, self._token)
                 asked = root is not None and not root.error
-                job.rules.restored(state, chain, best=best, wanted=self.step, asked=asked)
+                job.rules.restored(
+                    state,
+                    chain,
+                    best=best,
+                    wanted=self.step,
+                    asked=asked,
+                    records=[one.generation for one in inventories if one.generation],
+                )
             record = self._claim(found, identity, root)
         except FlashckptError as error:
             raise _failed(error) from error
@@ -227,7 +234,7 @@ class Restore:
         for rank in self.ranks:
             own = rank.segments.segment
             directory, ranks = rank.node.directory, mates[rank.node.index]
-            _call(rank, partial(gather.begin, directory, wanted, rank=rank.rank, ranks=ranks, own=own, lost=found.lost))
+            _call(rank, partial(gather.begin, directory, wanted, rank=rank.rank, ranks=ranks, own=own, found=found))
             if rank.local == 0:
                 folder: Any = rank.node.agent_folder
                 _call(rank, partial(agent_folder.write_job, folder, directory.path))

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from simulation.job import Job
 
 
+KNOWN_AFTER_S = 60.0
+"""Virtual seconds after which a claim is known to all that may write."""
+
+
 class Violation(BaseException):  # not an Exception: the product's loops must not swallow it
     """Something is true that must never be."""
 
@@ -35,7 +39,6 @@ class Rules:
         truth: The state and the world of each snapshot that was ever begun.
         committed: Checkpoints that are on the root now, whole.
         ever: All that ever were.
-        trained: The newest generation that took a snapshot.
         kept: What an operator has marked, and was told so.
     """
 
@@ -45,11 +48,11 @@ class Rules:
         self.taken_at: dict[SnapshotId, float] = {}
         self.committed: dict[SnapshotId, State] = {}
         self.ever: set[SnapshotId] = set()
-        self.trained = 0
         self.parents: dict[int, SnapshotId | None] = {}
         self.on_root: dict[int, SnapshotId | None] = {}
         self._begun: dict[int, dict[int, State | None]] = defaultdict(dict)  # by number and mark
         self._claims: dict[int, int] = {}  # the mark of each claim on the root
+        self._claimed_s: dict[int, float] = {}  # when each was
         self._used: set[tuple[int, int]] = set()  # number and mark of generations that took a snapshot
         self._held: dict[str, frozenset[State]] = {}  # per segment
         self._segments: Counter[State] = Counter()  # how many hold it
@@ -72,20 +75,27 @@ class Rules:
         if is_on_root:
             self.on_root[record.number] = record.parent
             self._claims[record.number] = mark
+            self._claimed_s.setdefault(record.number, CLOCK.scheduler.now)
         self.parents.setdefault(record.number, record.parent)
         if starts:
             self.parents = self._ancestors(record.number, mark)
         self._best = self.best()
 
-    def _ancestors(self, number: int, mark: int) -> dict[int, SnapshotId | None]:
-        """Return what each generation of a line began with."""
+    def _ancestors(self, number: int, mark: int, known: dict[int, int] | None = None) -> dict[int, SnapshotId | None]:
+        """Return what each generation of a line began with; `known`: numbers and marks of those that anybody knows of."""
         found: dict[int, SnapshotId | None] = {}
         while number > 0:
             parent = self._begun[number].get(mark)
             found[number] = None if parent is None else parent.identity
-            number, mark = (number - 1, -1) if parent is None else (parent.identity.generation, parent.mark)
-            if mark < 0 < number:
-                mark = self.owner(number) or next(reversed(self._begun[number]), 0)
+            if parent is not None:
+                number, mark = parent.identity.generation, parent.mark
+            else:
+                number -= 1
+                mark = (
+                    self.owner(number) or next(reversed(self._begun[number]), 0)
+                    if known is None
+                    else known.get(number, 0)
+                )
         return found
 
     def owner(self, number: int) -> int:
@@ -167,7 +177,6 @@ class Rules:
         if (identity.generation, state.mark) not in self._used:
             self._used.add((identity.generation, state.mark))
             self._best = self.best()
-        self.trained = max(self.trained, identity.generation)
         self.taken_at.setdefault(identity, CLOCK.scheduler.now)
         known = self.truth.setdefault(state, (chain, world))
         if known != (chain, world):
@@ -206,6 +215,8 @@ class Rules:
             self._manifest_changed(identity, before, after)
         elif folder == "generations" and kind == "put" and before is not None and before != after:
             raise Violation("one claim per number", f"the claim {key} was written over")
+        elif folder == "intents" and kind == "put" and before is None:
+            self._may_decide(name)
         elif folder == "generations" and after is not None:
             self.begins(decode_claim(after, key, "sim"), is_on_root=True)
         elif kind == "delete" and (identity := parse_prefix(folder)) in self.committed and name.startswith("r"):
@@ -220,6 +231,9 @@ class Rules:
                 raise Violation("one committed state per id", f"MANIFEST of {identity} was replaced")
             if self.job.is_operator:
                 return
+            known = {number: parent for number, parent in self.on_root.items() if self._is_known(number)}
+            if identity.step > self.line(max(known, default=0), known).get(identity.generation, float("inf")):
+                raise Violation("nothing that was rolled back is committed", f"{identity}")
             self.committed[identity] = self._state_of(identity)
             self._named.add(identity)
             self.ever.add(identity)
@@ -233,6 +247,20 @@ class Rules:
         self.committed.pop(identity, None)
         self._named.discard(identity)
         self._best = self.best()
+
+    def _is_known(self, number: int, after_s: float = KNOWN_AFTER_S) -> bool:
+        """Whether whoever looks at the root has seen a claim: not one that comes between a look and what follows it."""
+        return CLOCK.scheduler.now - self._claimed_s.get(number, 0.0) > after_s
+
+    def _may_decide(self, name: str) -> None:
+        """Somebody opens an intent."""
+        process = CLOCK.scheduler.process
+        record = None if process is None else self.job.nodes[process.node].directory.read_generation()
+        newest = max(filter(self._is_known, self._claims), default=0)
+        if record is not None and record.number < newest and not name.startswith("ready"):
+            raise Violation(
+                "who is fenced decides nothing", f"intent {name} of generation {record.number}, not {newest}"
+            )
 
     def _state_of(self, identity: SnapshotId) -> State:
         manifest = decode_manifest(self.job.bucket.objects[f"{prefix_of(*identity)}/MANIFEST"][0], rows=False)
@@ -270,7 +298,11 @@ class Rules:
     def _may_go(self, identity: SnapshotId) -> None:
         """Retention buries a checkpoint."""
         setup = self.job.setup
-        bounds = self.line(max(self.on_root, default=0), self.on_root)
+        look_s = (
+            8 * setup.latency_s * self.job.bucket.trouble.slowness
+        )  # from the last look at the claims to the tombstone
+        seen = {one: parent for one, parent in self.on_root.items() if self._is_known(one, look_s)}
+        bounds = self.line(max(seen, default=0), seen)
         states = self.committed
         alive = sorted((one for one in self._named if one.step <= bounds.get(one.generation, -1)), reverse=True)
         if identity in alive[: max(1, setup.keep_last or len(alive))]:
@@ -305,7 +337,16 @@ class Rules:
         if committed is not None and committed not in self.ever:
             raise Violation("only what is committed is called so", f"{committed}")
 
-    def restored(self, state: State | None, chain: str, *, best: State | None, wanted: int | None, asked: bool) -> None:
+    def restored(
+        self,
+        state: State | None,
+        chain: str,
+        *,
+        best: State | None,
+        wanted: int | None,
+        asked: bool,
+        records: list[Generation],
+    ) -> None:
         """All ranks have restored.
 
         Args:
@@ -314,6 +355,7 @@ class Rules:
             best: The newest that could be proved when they began.
             wanted: The step that somebody asked for.
             asked: Whether the root has answered.
+            records: What the nodes that start know of generations.
         """
         if state is None:
             if best is not None:
@@ -324,7 +366,10 @@ class Rules:
             raise Violation("what is restored is what was trained", f"{identity}")
         if wanted is not None:
             return
-        if not self.is_on_line(identity, self.trained):
+        known = self._claims | {one.number: mark_of(one.token) for one in records}
+        newest = max(known, default=0)
+        line = self._ancestors(newest, known.get(newest, 0), known)
+        if identity.step > self.line(newest, line).get(identity.generation, -1):
             raise Violation("nothing that was rolled back is restored", f"{identity}")
         if asked and best is not None and identity.generation > max(self.parents, default=0):
             raise Violation("nothing that others went on without is restored", f"{identity}, not {best.identity}")

@@ -7,6 +7,7 @@ import itertools
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from flashckpt.core.lineage import Generation
 from flashckpt.core.shard import Shard
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, ShardGapError
+from flashckpt.planning.selection import Candidates
 from flashckpt.restore import gather
 from flashckpt.restore.candidate_sources import open_memory
 from flashckpt.restore.executor import RestoreCounts, Target, execute_reads
@@ -193,16 +195,22 @@ def test_flipped_bit_that_a_strided_read_does_not_need_is_found_all_the_same(job
         restored([shard], sources)
 
 
-def test_slots_of_a_generation_that_lost_its_number_are_emptied_though_nothing_was_restored(job: FakeJob) -> None:
+@pytest.mark.parametrize("way", [0, 1], ids=["its number is another's", "the root alone knows that it was rolled back"])
+def test_slots_that_no_longer_count_are_emptied_though_nothing_was_restored(job: FakeJob, way: int) -> None:
     job.step(10)
     held = list(gather._slots(job.directory))
     for rank in job.ranks:
         rank.segment.close()
-    record = Generation(number=2, world_size=job.world)
+    record = Generation(number=3, world_size=job.world)
+    found = Candidates(found=(), next_generation=3, lineage=(), lost=frozenset({(1, 7)}))
     for rank in range(job.world):
-        gather.begin(job.directory, record, rank=rank, ranks=range(job.world), own=None, lost={(1, 7)})
+        gather.begin(job.directory, record, rank=rank, ranks=range(job.world), own=None, found=found)
     assert list(gather._slots(job.directory)) == held != []
-    gather.begin(job.directory, record, rank=0, ranks=[0], own=None, lost={(1, 0)})
+    ways = (
+        replace(found, lost=frozenset({(1, 0)})),
+        replace(found, lineage=(Generation(number=2, parent=SnapshotId(1, 9)),)),
+    )
+    gather.begin(job.directory, record, rank=0, ranks=[0], own=None, found=ways[way])
     assert list(gather._slots(job.directory)) == []
 
 
