@@ -223,6 +223,7 @@ MUTANTS = [
 
 BUSY: dict[str, object] = {"step_s": 1.0, "persist_every": 2, "faults_s": 40.0}
 """A job in which much happens in little time: many seeds of it are run sooner than one long one."""
+LONGER = BUSY | {"faults_s": 150.0}
 
 
 def mutated(mutant: Mutant) -> str:
@@ -254,8 +255,9 @@ def hunt(mutant: Mutant, seeds: int, seconds: float) -> str:
     from simulation.seeds import SEEDS
 
     end = time.process_time() + seconds
+    new = ((str(seed), (seed, *draw(seed, **(BUSY if seed % 2 else LONGER)))) for seed in range(1, seeds + 1))
     known = [(f"named {at}", (one.seed, one.setup, one.faults)) for at, one in enumerate(SEEDS, start=1)]
-    for name, story in chain(known, ((str(seed), (seed, *draw(seed, **BUSY))) for seed in range(1, seeds + 1))):
+    for name, story in chain(known, new):
         try:
             outcome = simulate(*story)
         except BaseException as error:  # noqa: BLE001 -- a crash of the product's loop is a find, too

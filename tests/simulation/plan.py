@@ -109,6 +109,12 @@ def restart_node(job: Job, target: int, value: float) -> None:
     _kill_node(job, _node(job, target), loses=False, back_s=5 + value * 100)
 
 
+def lose_for_good(job: Job, target: int, value: float) -> None:
+    """A machine never comes back, where there is another one in its place."""
+    if sum(node.is_up for node in job.nodes) > job.wanted == job.setup.nodes:
+        _kill_node(job, _node(job, target), loses=True, back_s=1e9)
+
+
 def lose_all(job: Job, target: int, value: float) -> None:
     for node in job.nodes:
         _kill_node(job, node, loses=True, back_s=5 + value * 50)
@@ -311,6 +317,7 @@ KINDS: dict[str, Callable[[Job, int, float], None]] = {
     "stop persister": stop_persister,
     "kill agent": kill_agent,
     "lose node": lose_node,
+    "lose node for good": lose_for_good,
     "restart node": restart_node,
     "lose all nodes": lose_all,
     "restart all nodes": restart_all,

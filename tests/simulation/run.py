@@ -8,6 +8,7 @@ from random import Random
 from typing import Any
 
 from flashckpt.checkpoint.retention import Policy
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister.housekeeping import sweep_root
 from flashckpt.errors import FlashckptError
 from flashckpt.shm.job_directory import JobDirectory
@@ -15,7 +16,7 @@ from flashckpt.shm.segment import Segment
 from simulation import memory, seams
 from simulation.clock import CLOCK, Process
 from simulation.job import Job, Setup
-from simulation.machines import State
+from simulation.machines import Node, State
 from simulation.plan import KINDS, Fault, draw
 from simulation.rules import Violation
 from simulation.storage import SimStore, Trouble
@@ -172,6 +173,16 @@ def _is_lively(job: Job) -> bool:
     )
 
 
+def _forgotten_pins(node: Node) -> list[SnapshotId]:
+    """Return what a persister holds pinned, and neither persists nor proposes."""
+    daemon = node.daemon
+    if node.persister is None or not node.persister.alive or daemon is None or daemon.persisting is None:
+        return []
+    machine = daemon.persisting.negotiation
+    used = {machine.candidate, None if machine.persist is None else machine.persist.intent.identity}
+    return sorted(one for one in daemon.persisting._pins if one not in used)
+
+
 def _leaks(job: Job) -> None:
     """Nothing is held for ever."""
     for folder, files in memory.FILES.folders.items():
@@ -182,6 +193,8 @@ def _leaks(job: Job) -> None:
                 pinned = [byte for byte, holders in file.locks.items() if byte and holders]
                 if len(pinned) > 2:
                     raise Violation("no pin is held for ever", f"{folder}/{name}: {len(pinned)} slots")
+    if extra := [one for node in job.nodes for one in _forgotten_pins(node)]:
+        raise Violation("no pin is held for ever", f"{extra}, which nobody persists")
     job.is_over = True
     for process in list(job.processes):
         process.on_death.clear()  # nobody starts anything any more

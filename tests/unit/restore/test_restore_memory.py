@@ -203,8 +203,8 @@ def test_slots_that_no_longer_count_are_emptied_though_nothing_was_restored(job:
         rank.segment.close()
     record = Generation(number=3, world_size=job.world)
     found = Candidates(found=(), next_generation=3, lineage=(), lost=frozenset({(1, 7)}))
-    for rank in range(job.world):
-        gather.begin(job.directory, record, rank=rank, ranks=range(job.world), own=None, found=found)
+    for number in range(job.world):
+        gather.begin(job.directory, record, rank=number, ranks=range(job.world), own=None, found=found)
     assert list(gather._slots(job.directory)) == held != []
     ways = (
         replace(found, lost=frozenset({(1, 0)})),
