@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import mmap
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from flashckpt.core.digest import chunk_digests
 from flashckpt.core.figures import TensorFigures
-from flashckpt.core.lineage import Generation, mark_of
+from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest import Manifest, encode_manifest
-from flashckpt.core.shard import Shard, place
-from flashckpt.core.shard_table import ShardTable
 from flashckpt.core.snapshot_id import SnapshotId, SnapshotRequest
 from flashckpt.core.superblock import SegmentSpec, Superblock, encode_superblock
 from flashckpt.daemon.persister.service import Daemon
@@ -35,49 +32,12 @@ from flashckpt.shm.segment import Segment
 from flashckpt.snapshot.segments import RankSegments
 from simulation import memory, seams
 from simulation.clock import CLOCK, Killed, Process
+from simulation.states import BATCH, SAMPLES, State, bytes_of, table_of
 
 if TYPE_CHECKING:
     from simulation.job import Job
 
 MANIFEST_BYTES, DATA_BYTES = 12 << 10, 4096
-SAMPLES, BATCH = 30, 8
-"""Of the data set, and of each step: epochs end in the middle of a step."""
-
-
-class State(NamedTuple):
-    """A snapshot, of one of the generations that have its number."""
-
-    identity: SnapshotId
-    mark: int
-
-    @classmethod
-    def of(cls, identity: SnapshotId, token: str) -> State:
-        """Return that of the generation with a token."""
-        return cls(identity, mark_of(token))
-
-
-_tables: dict[tuple[int, int], tuple[ShardTable, int]] = {}
-
-
-def bytes_of(chain: str, rank: int) -> tuple[bytes, bytes]:
-    """Return what a rank's row, and what every rank holds alike, is in a state."""
-    row = hashlib.blake2b(f"{chain} {rank}".encode(), digest_size=64).digest()
-    return row, hashlib.blake2b(chain.encode(), digest_size=16).digest()
-
-
-def table_of(rank: int, world: int) -> tuple[ShardTable, int]:
-    """Return the shards of a rank and their bytes."""
-    if (rank, world) not in _tables:
-        common: dict[str, Any] = {"dtype": "float32", "replica": 0}
-        shards = [
-            Shard(fqn="weight", global_shape=(world, 16), offsets=(rank, 0), lengths=(1, 16), **common),
-            Shard(
-                fqn="bias", global_shape=(4,), offsets=(0,), lengths=(4,), dtype="float32", replica=rank
-            ),
-        ]  # fmt: skip
-        placement = place(shards)
-        _tables[rank, world] = ShardTable.from_shards(shards, placement.offsets), int(placement.total)
-    return _tables[rank, world]
 
 
 @dataclass
@@ -410,4 +370,4 @@ def make_segment(path: Any, spec: SegmentSpec) -> Segment:
 
 
 Later = Callable[[float, Callable[[], None]], None]
-__all__ = ["Carrier", "Killed", "Node", "Rank", "bytes_of", "make_segment", "table_of"]
+__all__ = ["Carrier", "Killed", "Node", "Rank", "make_segment"]

@@ -221,6 +221,14 @@ MUTANTS = [
 ]  # fmt: skip
 
 
+DEFENDED = {
+    "a pin is not checked again under its lock": "what is read from it is compared with manifest and digests",
+    "abandoned intents are waited for": "the patience of the node that commits ends it",
+    "the floor does not rise with a commit": "MANIFEST is found, and nothing is written",
+    "agreement: urgent takes what one node holds": "the nodes that lack it abandon the intent",
+    "the lease is not waited for": "MANIFEST is created once, whoever tries",
+}
+"""Planted bugs that something else in the product makes harmless, so that no rule can see them: what that is."""
 BUSY: dict[str, object] = {"step_s": 1.0, "persist_every": 2, "faults_s": 40.0}
 """A job in which much happens in little time: many seeds of it are run sooner than one long one."""
 LONGER = BUSY | {"faults_s": 150.0}
@@ -286,6 +294,7 @@ def main(arguments: list[str]) -> int:
         for mutant, answer in zip(hunted, pool.imap(work, hunted, chunksize=1), strict=True):
             seed, _, found = answer.partition("\t")
             missed += seed == "-"
+            found = f"{found}; {DEFENDED[mutant.name]}" if seed == "-" and mutant.name in DEFENDED else found
             sys.stdout.write(f"{mutant.name:55} seed {seed:>8}  {found.splitlines()[0][:110]}\n")
             sys.stdout.flush()
     sys.stdout.write(f"{len(hunted) - missed} of {len(hunted)} were found\n")

@@ -28,8 +28,9 @@ from flashckpt.shm import agent_folder
 from flashckpt.shm.segment import Segment
 from simulation import seams
 from simulation.clock import CLOCK
-from simulation.machines import Node, Rank, State, bytes_of
+from simulation.machines import Node, Rank
 from simulation.rules import Violation
+from simulation.states import State, bytes_of
 
 if TYPE_CHECKING:
     from simulation.job import Job

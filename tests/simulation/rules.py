@@ -14,7 +14,7 @@ from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError
 from simulation import memory
 from simulation.clock import CLOCK
-from simulation.machines import BATCH, SAMPLES, State, bytes_of
+from simulation.states import BATCH, SAMPLES, State, bytes_of
 
 if TYPE_CHECKING:
     from simulation.job import Job

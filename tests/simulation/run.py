@@ -16,9 +16,10 @@ from flashckpt.shm.segment import Segment
 from simulation import memory, seams
 from simulation.clock import CLOCK, Process
 from simulation.job import Job, Setup
-from simulation.machines import Node, State
+from simulation.machines import Node
 from simulation.plan import KINDS, Fault, draw
 from simulation.rules import Violation
+from simulation.states import State
 from simulation.storage import SimStore, Trouble
 
 _current: list[Job] = []

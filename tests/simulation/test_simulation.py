@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from simulation.mutants import MUTANTS, mutated
+from simulation.mutants import DEFENDED, MUTANTS, mutated
 
 
 def in_a_child(work: Callable[[], Any]) -> Any:
@@ -33,6 +33,7 @@ def in_a_child(work: Callable[[], Any]) -> Any:
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_every_planted_bug_has_its_place(mutant: Any) -> None:
     assert len(MUTANTS) >= 40
+    assert DEFENDED.keys() < {one.name for one in MUTANTS}
     compile(mutated(mutant), mutant.file, "exec")
 
 
