@@ -132,7 +132,7 @@ def commit(
         writers: Ranks whose indexes make it up.
         is_wanted: Asked before MANIFEST is created: that of many ranks takes long, and another may have taken it over.
 
-        token: Of the generation, as it is claimed on the root; "" where that is not known.
+        token: The token in the claim of its generation; "" where there is none.
 
     Returns:
         True where this call created MANIFEST; False where an equal checkpoint was already committed.

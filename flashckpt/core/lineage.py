@@ -40,7 +40,7 @@ class Generation:
     line: tuple[int, ...] = ()
 
     def is_overtaken(self, claimed: Mapping[int, int]) -> bool:
-        """Return whether a number of its line was claimed by others: they went on without it.
+        """Return whether a number of its line was claimed by others: they continued without it.
 
         Args:
             claimed: Number -> mark of claims on the root.

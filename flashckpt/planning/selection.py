@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,13 +12,13 @@ from flashckpt.core.lineage import (
     by_preference,
     common,
     is_rolled_back,
-    mark_of,
     partially_held,
 )
 from flashckpt.core.records import pack, unpack
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, DisagreementError, FlashckptError, NoCheckpointError, RootError, StoreError
 from flashckpt.planning.inventory import Inventory, host_names, marks_of, node_names
+from flashckpt.planning.shared_numbers import counting_marks, counts, line_behind
 
 # -- What a root holds of a job's checkpoints, as far as the choice of a restore point needs it --------------------
 
@@ -216,7 +216,7 @@ def select(
     nodes = {name: index for index, name in enumerate(node_names(inventories))}
     by_node = {i.node: i for i in reversed(inventories)}  # ranks of one node see the same: the lowest speaks for it
     records = [SlotRecord(node=nodes[name], **held._asdict()) for name, i in by_node.items() for held in i.slots]
-    marks = _marks(by_node.values(), root)
+    marks = counting_marks(by_node.values(), root.claims, {one.generation for one in root.committed})
     records = [one for one in records if one.mark in (0, marks.get(one.generation))]
     lineage = _lineage(by_node.values(), root, records, marks)
     in_memory, on_root = set(common(records)), set(root.committed)
@@ -248,7 +248,7 @@ def select(
     highest = max([*(g.number for g in lineage), *(i.generation for i in on_root)], default=0)
     seen = marks_of(by_node.values()).items()
     lost = frozenset((number, mark) for number, found_ in seen for mark in found_ - {marks[number]})
-    line = _line(by_node.values(), highest, marks)
+    line = line_behind(by_node.values(), highest, marks)
     return Candidates(found=found, next_generation=highest + 1, lineage=lineage, lost=lost, line=line)
 
 
@@ -266,41 +266,6 @@ def _further_back(
     return [i for i in older if back > 1 and i in on_root] or older or wanted
 
 
-_NO_MARK = -1
-_LONGEST_LINE = 64
-
-
-def _marks(nodes: Collection[Inventory], root: RootSummary) -> dict[int, int]:
-    """Return the mark of the generation that counts, for each number that memory knows.
-
-    One that is claimed on the root does, unless nothing came of the claim: alone, it must never hide a snapshot. Else, of
-    several, one of a node that ran until now, then the one that came farthest. None does that others have overtaken.
-    """
-    claimed = {one.number: mark_of(one.token) for one in root.claims}
-    used = {one.number for one in root.claims if one.parent is not None} | {one.generation for one in root.committed}
-    ran = [(i.restart > 0, slot.step, slot.generation, slot.mark) for i in nodes for slot in i.slots]
-    found = {}
-    for number, marks in marks_of(nodes).items():
-        ours = claimed.get(number, 0)
-        if ours and (ours in marks or number in used):
-            found[number] = ours
-        else:
-            places = [(is_current, step, mark) for is_current, step, other, mark in ran if other == number and mark]
-            found[number] = max(places)[-1] if places else max(marks)
-    counting = {number: mark for number, mark in claimed.items() if number in used or found.get(number) == mark}
-    for one in (i.generation for i in nodes if i.generation is not None):
-        if one.is_overtaken(counting) and counting.get(one.number) != mark_of(one.token) == found[one.number]:
-            found[one.number] = _NO_MARK
-    return found
-
-
-def _line(nodes: Iterable[Inventory], number: int, marks: Mapping[int, int]) -> tuple[int, ...]:
-    """Return the line of the generation that begins behind one with this number."""
-    records = (i.generation for i in nodes if i.generation is not None)
-    before = next((one for one in records if one.number == number and _counts(one, marks)), None)
-    return () if before is None or before.claimed else (mark_of(before.token), *before.line)[:_LONGEST_LINE]
-
-
 def _lineage(
     nodes: Iterable[Inventory], root: RootSummary, records: Sequence[SlotRecord], marks: Mapping[int, int]
 ) -> tuple[Generation, ...]:
@@ -308,15 +273,11 @@ def _lineage(
     parents: dict[int, SnapshotId | None] = {}
     for one in [
         *root.claims,
-        *(one for one in (i.generation for i in nodes) if one is not None and _counts(one, marks)),
+        *(one for one in (i.generation for i in nodes) if one is not None and counts(one, marks)),
         *(Generation(number=r.generation, parent=r.parent) for r in records),
     ]:
         parents[one.number] = one.parent if one.parent is not None else parents.get(one.number)
     return tuple(Generation(number=g, parent=p) for g, p in sorted(parents.items()))
-
-
-def _counts(one: Generation, marks: Mapping[int, int]) -> bool:
-    return mark_of(one.token) in (0, marks.get(one.number))
 
 
 # -- What a restore refuses before it chooses anything, the same on every rank. Pure -------------------------------
