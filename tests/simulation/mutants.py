@@ -103,7 +103,7 @@ MUTANTS = [
     Mutant("what the root alone knows to be rolled back stays in memory", "flashckpt/restore/gather.py",
            "is_rolled_back(header.identity, [record, *found.lineage])", "is_rolled_back(header.identity, [record])"),
     Mutant("the lineage is not written", "flashckpt/restore/gather.py",
-           "        directory.write_generation(record)\n    if record.parent", "        pass\n    if record.parent"),
+           "        directory.write_generation(record)\n    for path", "        pass\n    for path"),
     # agents and data
     Mutant("memory that is behind its generation is believed", f"{_L}/selection.py",
            "return began is not None and candidate.identity < began", "return False"),
