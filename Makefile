@@ -145,10 +145,10 @@ soak: setup  ## one job that commits as fast as it can: memory, descriptors, thr
 
 # Each run begins with seeds that nobody has tried: a broken rule is reported as a story, with the line that makes it a test.
 simulate: setup  ## the control plane under every failure, on a virtual clock: new seeds for MINUTES=3, or from SEED=7 on
-	PYTHONPATH=tests:. $(BIN)/python -m simulation --minutes $(if $(filter file,$(origin MINUTES)),3,$(MINUTES)) $(if $(SEED),--seed $(SEED))
+	PYTHONPATH=tests:. $(BIN)/python -m simulation --minutes $(if $(filter file,$(origin MINUTES)),3,$(MINUTES)) $(if $(SEED),--seed $(SEED)) $(if $(WORKERS),--workers $(WORKERS))
 
 mutants: setup  ## bugs planted in the product, each in a separate process: which seed of the simulation finds it
-	PYTHONPATH=tests:. $(BIN)/python -m simulation.mutants
+	PYTHONPATH=tests:. $(BIN)/python -m simulation.mutants $(if $(ONLY),--only "$(ONLY)") $(if $(WORKERS),--workers $(WORKERS))
 
 SECONDS ?= 10
 fuzz: setup  ## damaged bytes into every decoder, so many seconds each (SECONDS=60 SEED=7 ONLY=manifest)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from flashckpt.checkpoint.catalog import newest_checkpoint
 from flashckpt.checkpoint.commit_lease import LeaseObjects
-from flashckpt.checkpoint.generations import ReplacedRoot, check_fence, read_generations
+from flashckpt.checkpoint.generations import ReplacedRoot, check_fence, claimed_token, read_generations
 from flashckpt.checkpoint.indexes import missing_writers
 from flashckpt.checkpoint.intents import (
     Proposals,
@@ -376,8 +376,9 @@ class PersistCoordinator:
     def _commit(self, intent: Intent) -> Event:
         assert self.flush is not None
         store, prefix = self._connected(), prefix_of(*intent.identity)
+        record = self._record
         try:
-            if not self.flush.commits(lambda is_wanted: self._create(store, prefix, intent, is_wanted)):
+            if not self.flush.commits(lambda is_wanted: self._create(store, prefix, intent, record, is_wanted)):
                 return p.CommitRuns()
         except FencedError:  # swept: there is a tombstone in place of MANIFEST
             return p.TombstoneFound()
@@ -386,7 +387,11 @@ class PersistCoordinator:
             return p.CommitFailed(self.flush.cause_of(error), problem_of(error))
         return p.Committed()
 
-    def _create(self, store: Store, prefix: str, intent: Intent, is_wanted: Callable[[], bool]) -> None:
+    def _create(
+        self, store: Store, prefix: str, intent: Intent, record: Generation, is_wanted: Callable[[], bool]
+    ) -> None:
         """Commit, in the background; what is only for people is written once those who wait were answered."""
-        if commit(store, prefix, intent.writers, is_wanted=is_wanted, hints=False):
+        number = intent.generation
+        token = record.token if number == record.number else claimed_token(store, number)
+        if commit(store, prefix, intent.writers, is_wanted=is_wanted, hints=False, token=token):
             self._to_hint = prefix

@@ -66,6 +66,7 @@ class Negotiation:
         self._intents_are_read = False
         self._abandoned: frozenset[SnapshotId] = frozenset()
         self._search = Search()
+        self._tried = NOTHING, 0  # the snapshot that was deferred last, and the attempts that failed
         self._seen: set[SnapshotId] = set()
         self._heard: list[NodeProposal] = []
         self._published: NodeProposal | None = None
@@ -171,7 +172,7 @@ class Negotiation:
             self._owed = max(self._owed, pinned)
             self._intents_are_read = False  # an open intent is checked again: it may have to be given up
         if persist is not None:
-            self.persist = None
+            self.persist, self._tried = None, (persist.intent.identity, persist.attempts)
             yield p.EndWrite(persist.intent.identity, Outcome.DEFERRED)
         yield from self._unpin()
 
@@ -376,7 +377,8 @@ class Negotiation:
     def _start(self, intent: Intent, pinned: tuple[int, ...]) -> None:
         """Work on an intent; the pins of the candidate are its own from here on."""
         self._messaging.decided()
-        self.persist = Persist(intent=intent, pinned=pinned, left=pinned)
+        attempts = self._tried[1] if self._tried[0] == intent.identity else 0  # else what is damaged is tried for ever
+        self.persist = Persist(intent=intent, pinned=pinned, left=pinned, attempts=attempts)
         self.candidate, self._pinned = None, ()
 
     def _write_failed(self, event: p.WriteFailed) -> p.Turn:

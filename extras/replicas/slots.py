@@ -274,6 +274,7 @@ def _request(manifest: Manifest, *, persist: bool) -> SnapshotRequest:
         coordinates=manifest.coordinates,
         parent=manifest.parent,
         persist=persist,
+        token=manifest.token,
     )
 
 

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flashckpt.checkpoint.root_records import explaining, open_record, parallel, parse_prefix
-from flashckpt.core.lineage import BEGINNING, Generation
+from flashckpt.core.lineage import BEGINNING, Generation, mark_of
 from flashckpt.core.records import is_sealed, pack, seal
 from flashckpt.errors import FencedError, ObjectMissingError, RootError
 from flashckpt.faults import crash_point
 from flashckpt.storage.store import Store
 
 GENERATIONS = "generations/"
-_LOCAL = ("claimed",)
+_LOCAL = ("claimed", "line")
 """Fields of a generation that only the job directory holds."""
 
 
@@ -42,6 +42,14 @@ def owns_generation(store: Store, claim: Generation) -> bool:
         return _read_claim(store, _claim_key(claim.number)).token == claim.token
     except ObjectMissingError:
         return False
+
+
+def claimed_token(store: Store, number: int) -> str:
+    """Return the token of the claim on a number; "" where nobody has claimed it."""
+    try:
+        return _read_claim(store, _claim_key(number)).token
+    except ObjectMissingError:
+        return ""
 
 
 def read_generations(store: Store) -> list[Generation]:
@@ -81,6 +89,11 @@ def check_fence(
         raise _fenced(claim, f"generation {newest} was claimed on {store.url}")
     if claim.number not in claimed:
         on_missing()
+        before = [number for number in claimed if claim.number - len(claim.line) <= number]
+        if claim.is_overtaken({number: mark_of(claimed_token(store, number)) for number in before}):
+            raise _fenced(
+                claim, f"others have claimed generation {max(before)} on {store.url}, and gone on from before it"
+            )
     elif is_known:
         return
     if not claim_generation(store, claim):

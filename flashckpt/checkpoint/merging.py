@@ -34,19 +34,19 @@ HELD = 64
 """Indexes whose values are held at a time."""
 
 
-def encoded_manifest(store: Store, prefix: str, writers: Sequence[int]) -> bytes:
-    """Return the MANIFEST of all writers, whose indexes and packs are there. Errors as `writer.commit`."""
+def encoded_manifest(store: Store, prefix: str, writers: Sequence[int], token: str = "") -> bytes:
+    """Return the MANIFEST of all writers, whose indexes and packs are there. Arguments and errors as `writer.commit`."""
     there = list_indexes(store, prefix, writers)
     is_large = len(writers) >= indexes.RANGED_FROM and there.nbytes(prefix) >= SPREAD_BYTES
     if is_large:
         with contextlib.suppress(
             KeyError, TypeError, ValueError, IndexError
         ):  # an outline that is none: its rows decide
-            if (spread := _spread(store, prefix, there)) is not None:
+            if (spread := _spread(store, prefix, there, token)) is not None:
                 return encode_spread(spread)
     parts = read_indexes(store, prefix, writers, there)
     for index in parts:
-        _refuse_other(prefix, index)
+        _refuse_other(prefix, index, token)
     merged = merge(parts)
     refuse_gaps(merged.table)
     return encode_manifest(merged)
@@ -65,14 +65,14 @@ def refuse_gaps(table: ShardTable) -> None:
         )
 
 
-def _spread(store: Store, prefix: str, there: IndexList) -> Spread | None:
+def _spread(store: Store, prefix: str, there: IndexList, token: str) -> Spread | None:
     """Return the MANIFEST that names its indexes; None where these do not make one."""
     heads: list[Manifest] = []
     outlines: list[Outline] = []
     entries: list[IndexEntry] = []
     needs: list[Need] = []
     for index in each_index(store, prefix, there.ranks, rows=False):
-        _refuse_other(prefix, index)
+        _refuse_other(prefix, index, token)
         if not index.outline or len(index.needs) != len(index.objects):
             return None
         needs += needs_of(index.objects, index.needs)
@@ -106,7 +106,14 @@ def _folded(heads: Sequence[Manifest]) -> Manifest:
     return replace(merge(heads), rank=ranks[0], covers=ranks)
 
 
-def _refuse_other(prefix: str, index: Manifest) -> None:
+def _refuse_other(prefix: str, index: Manifest, token: str) -> None:
+    if token and index.token and index.token != token:
+        raise PersistError(
+            f"an index of {prefix} belongs to another run, which took the same generation number without the root",
+            found=f"rank {index.rank}, token {index.token}",
+            expected=f"token {token}, which is claimed",
+            state="MANIFEST was not written; what was trained since then is persisted under its own number.",
+        )
     if not prefix.endswith(found := prefix_of(*index.identity)):
         raise PersistError(
             f"an index of {prefix} belongs to another snapshot",

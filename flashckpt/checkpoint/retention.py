@@ -27,7 +27,7 @@ from flashckpt.checkpoint.catalog import (
     read_manifest,
     verify_manifest,
 )
-from flashckpt.checkpoint.generations import read_generations
+from flashckpt.checkpoint.generations import newest_claim, read_generations
 from flashckpt.checkpoint.root_records import (
     MANIFEST,
     TOMBSTONE,
@@ -178,7 +178,8 @@ def prune(store: Store, policy: Policy, *, dry_run: bool = False, now_s: float |
     """
     now = time.time() if now_s is None else now_s
     contents = read_contents(store, verify=0)
-    expired = [info.prefix for info in _expired(store, policy, contents, now)]
+    infos, newest = _expired(store, policy, contents, now)
+    expired = [info.prefix for info in infos]
     if not dry_run:
         stay = {info.prefix for info in contents.infos}.difference(expired)
         store.delete_many(mistaken_entries(contents))
@@ -189,14 +190,20 @@ def prune(store: Store, policy: Policy, *, dry_run: bool = False, now_s: float |
     gone: list[str] = []
     nbytes = 0
     for start in range(0, len(expired), BATCH):
-        done = delete(store, contents.names, expired[start : start + BATCH], dry_run=dry_run, now_s=now)
+        done = delete(store, contents.names, expired[start : start + BATCH], dry_run=dry_run, now_s=now, newest=newest)
         gone += done.checkpoints
         nbytes += done.nbytes
     return Swept(checkpoints=tuple(gone), nbytes=nbytes)
 
 
 def delete(
-    store: Store, names: RootNames, batch: Sequence[str], *, dry_run: bool = False, now_s: float | None = None
+    store: Store,
+    names: RootNames,
+    batch: Sequence[str],
+    *,
+    dry_run: bool = False,
+    now_s: float | None = None,
+    newest: int | None = None,
 ) -> Swept:
     """Delete at most BATCH checkpoints in the order above; return those whose data went, or as a dry run would go.
 
@@ -206,10 +213,15 @@ def delete(
         batch: Their folders.
         dry_run: Delete nothing.
         now_s: Unix seconds.
+        newest: The generation that `batch` was chosen by: nothing is deleted where another has begun since, perhaps with one
+            of these; None: that does not matter.
     """
     now = time.time() if now_s is None else now_s
     if not dry_run:
         claimed = _claim(store, batch, now)
+        if newest is not None and newest_claim(store) > newest:
+            store.delete_many([KEEP + prefix for prefix in claimed])
+            return Swept()
         batch = _bury(store, names, claimed, now)
     data = data_of(store, batch)
     if not dry_run:
@@ -241,24 +253,27 @@ def _bury(store: Store, names: RootNames, batch: Sequence[str], now: float) -> l
     return [prefix for prefix in batch if prefix not in held]  # a reader came in between: the sweep removes it later
 
 
-def _expired(store: Store, policy: Policy, contents: RootContents, now: float) -> list[CheckpointInfo]:
-    """Return what the policy deletes, once the newest that it counts as kept were verified whole.
+def _expired(
+    store: Store, policy: Policy, contents: RootContents, now: float
+) -> tuple[list[CheckpointInfo], int | None]:
+    """Return what the policy deletes, once the newest that it counts as kept were verified whole; and the newest generation.
 
     Names, and a valid summary, prove nothing about the rest: if a damaged checkpoint counted, the last intact one could
     be deleted.
     """
     infos = [info for info in contents.infos if not info.problem]
     if policy.keep_last is None or len(infos) <= 1:
-        return []
+        return [], None
     generations = read_generations(store)
+    newest = max((one.number for one in generations), default=0)
     abandoned = {info.identity for info in infos if is_rolled_back(info.identity, generations)}
     kept, leased = kept_prefixes(store), leased_prefixes(store, now_s=now)
     if not choose_expired(infos, policy, abandoned=abandoned, kept=kept, leased=leased, now_s=now):
-        return []
+        return [], newest
     counted = (i for i in infos if i.identity not in abandoned and not i.suspects)
     bad = _damaged(store, counted, min(_VERIFIED, max(1, policy.keep_last)))
     infos = [info for info in infos if info.prefix not in bad]
-    return choose_expired(infos, policy, abandoned=abandoned, kept=kept, leased=leased, now_s=now)
+    return choose_expired(infos, policy, abandoned=abandoned, kept=kept, leased=leased, now_s=now), newest
 
 
 def _damaged(store: Store, newest_first: Iterable[CheckpointInfo], wanted: int) -> set[str]:

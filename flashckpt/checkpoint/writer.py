@@ -151,6 +151,7 @@ def commit(
     *,
     is_wanted: Callable[[], bool] = lambda: True,
     hints: bool = True,
+    token: str = "",
 ) -> bool:
     """Make the checkpoint exist: verify every writer's index and packs, merge, create MANIFEST.
 
@@ -161,14 +162,14 @@ def commit(
         prefix: Folder of the checkpoint.
         writers: Ranks whose indexes make it up.
         is_wanted: Asked before MANIFEST is created: that of many ranks takes long, and another may have taken it over.
-
         hints: Write LATEST, too; else `put_hint` is called later, by who has said first that the checkpoint exists.
+        token: The token in the claim of its generation; "" where there is none.
 
     Returns:
         True where this call created MANIFEST; False where an equal checkpoint was already committed.
 
     Raises:
-        PersistError: A writer has not written its index, or the index belongs to another snapshot; or it is not wanted.
+        PersistError: A writer has not written its index, or the index belongs to another snapshot or run; or it is not wanted.
         DamagedError: An index or pack is damaged, missing or truncated.
         ShardGapError: The writers together do not cover a tensor.
         FencedError: The checkpoint was given up and swept.
@@ -176,7 +177,7 @@ def commit(
     if _committed(store, prefix):
         return False
     crash_point("persist.before-manifest")
-    encoded = encoded_manifest(store, prefix, writers)
+    encoded = encoded_manifest(store, prefix, writers, token)
     if not is_wanted():
         raise PersistError(f"the checkpoint {prefix} is not committed here any more", state="MANIFEST was not written.")
     if not store.put_if_absent(f"{prefix}/{MANIFEST}", encoded):

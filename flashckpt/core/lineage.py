@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from flashckpt.core.digest import digest
 from flashckpt.core.snapshot_id import SnapshotId
 
 # -- One generation: from one start of the worker group to its end. Pure -------------------------------------------
@@ -27,6 +28,7 @@ class Generation:
         world_size: Its ranks.
         claimed: Whether the number is claimed on the root; if not, the persister does so before it persists.
         created_s: Time of the claim, unix seconds.
+        line: Marks of the generations before it, nearest first, back to the last that was known to be claimed.
     """
 
     number: int = field(metadata={"key": "generation"})
@@ -35,6 +37,24 @@ class Generation:
     world_size: int = 1
     claimed: bool = False
     created_s: float = 0.0
+    line: tuple[int, ...] = ()
+
+    def is_overtaken(self, claimed: Mapping[int, int]) -> bool:
+        """Return whether a number of its line was claimed by others: they continued without it.
+
+        Args:
+            claimed: Number -> mark of claims on the root.
+        """
+        return any(mark and claimed.get(self.number - at, mark) != mark for at, mark in enumerate(self.line, start=1))
+
+
+def mark_of(token: str) -> int:
+    """Return 24 bits of a generation's token, never 0; 0 for no token. Memory holds it in each slot.
+
+    A generation that begins without the root may take a number that others have taken, who are out of reach: what both
+    call (g, s) are two states.
+    """
+    return digest(token.encode()) % 0xFFFFFF + 1 if token else 0
 
 
 BEGINNING = SnapshotId(0, 0)
@@ -53,6 +73,7 @@ class SlotRecord:
         layout_hash: Of its segment.
         parent: What its generation was restored from.
         suspect: Above 0 where numbers in it became non-finite.
+        mark: Of its generation's token; 0 where an earlier release wrote it.
     """
 
     rank: int
@@ -63,6 +84,7 @@ class SlotRecord:
     layout_hash: int = 0
     parent: SnapshotId | None = None
     suspect: int = 0
+    mark: int = 0
 
     @property
     def identity(self) -> SnapshotId:

@@ -77,6 +77,7 @@ class Manifest:
         figures: What the numbers of each row are; None in one of an earlier release.
         outline: In an index of a large job, which boxes its ranks hold (`core/outline`); b"" anywhere else.
         needs: Beside it, how many bytes of each object are in use.
+        token: Of its generation; "" in one of an earlier release.
     """
 
     job: str
@@ -97,6 +98,7 @@ class Manifest:
     figures: TensorFigures | None = None
     outline: bytes = b""
     needs: tuple[int, ...] = ()
+    token: str = ""
 
     @classmethod
     def of(
@@ -122,6 +124,7 @@ class Manifest:
             digests=digests,
             values=values,
             figures=figures,
+            token=request.token,
         )
 
     @property
@@ -194,7 +197,7 @@ def fields_of(m: Manifest) -> dict[str, Any]:
         "digest": NAME,
         "chunk_bytes": CHUNK_BYTES,
         "values": pack_values(m.values),
-    }
+    } | ({"token": m.token} if m.token else {})
 
 
 def frame_of(major: int, minor: int, body: bytes) -> bytes:
@@ -263,11 +266,11 @@ def merge(manifests: Sequence[Manifest]) -> Manifest:
     parts = sorted(manifests, key=lambda m: m.rank)
     first = parts[0]
     for m in parts:
-        if (m.job, m.identity, m.parent, m.world_size) != (first.job, first.identity, first.parent, first.world_size):
+        if _of(m) != _of(first):
             raise DisagreementError(
                 "manifests of different snapshots cannot make one checkpoint",
-                found=f"rank {m.rank}: job {m.job}, (generation, step) {m.identity}, parent {m.parent}",
-                expected=f"rank {first.rank}: job {first.job}, {first.identity}, parent {first.parent}",
+                found=f"rank {m.rank}: job {m.job}, (generation, step) {m.identity}, parent {m.parent}, token {m.token!r}",
+                expected=f"rank {first.rank}: job {first.job}, {first.identity}, parent {first.parent}, {first.token!r}",
             )
     table, digests, kept = ShardTable.concatenate([(m.table, m.digests, len(m.objects)) for m in parts])
     figures = stacked([(m.figures, len(m.table)) for m in parts])
@@ -288,7 +291,12 @@ def merge(manifests: Sequence[Manifest]) -> Manifest:
         objects=objects,
         ranged=ranged.in_objects(places),
         figures=None if figures is None else figures.take(kept),
+        token=first.token,
     )
+
+
+def _of(m: Manifest) -> tuple[Any, ...]:
+    return m.job, m.identity, m.parent, m.world_size, m.token
 
 
 def cover(manifests: Sequence[Manifest]) -> Manifest:
@@ -367,6 +375,7 @@ def head_from(head: Any) -> Manifest:
         digests=np.zeros(0, np.uint64),
         values=unpack_values(head["values"]),
         objects=[text(name) for name in _list(head["objects"])],
+        token=text(head.get("token", "")),
     )
     check_objects(m.objects)
     if "ranged" in head:

@@ -149,7 +149,7 @@ def _checked(hint: Any, value: Any, least: int) -> Any:
     if origin in (types.UnionType, typing.Union):  # only `T | None`
         return None if value is None else _checked(parts[parts[0] is type(None)], value, least)
     if origin is tuple:
-        return tuple(_checked(parts[0], one, least) for one in _of(list, value))
+        return tuple(_checked(parts[0], one, least) for one in (value if type(value) is tuple else _of(list, value)))
     if hint is SnapshotId:
         return snapshot_id(value, least)
     if hint is float:

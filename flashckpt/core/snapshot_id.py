@@ -49,6 +49,7 @@ class SnapshotRequest:
         coordinates: Mesh coordinate of `rank` by dimension name; {} without a mesh.
         parent: The snapshot that this generation was restored from; None on a fresh start.
         persist: It is to become a checkpoint on storage.
+        token: Of the generation, as it was drawn when that began.
     """
 
     id: SnapshotId
@@ -58,3 +59,4 @@ class SnapshotRequest:
     coordinates: dict[str, int]
     parent: SnapshotId | None
     persist: bool
+    token: str = ""

@@ -156,6 +156,7 @@ _HEADER = struct.Struct("<8sQQqIIiIqqQQQ")
 _MAGIC = b"FCKSLOT1"
 HEADER_BYTES = _HEADER.size + 8  # the checksum follows the fields
 _PERSIST, _HAS_PARENT, _SUSPECT, _OWN = 1, 2, 4, 8
+_MARK_AT = 8
 
 
 class SlotState(IntEnum):
@@ -183,6 +184,7 @@ class SlotHeader:
         manifest_bytes, manifest_digest: Of the manifest area; 0 unless COMPLETE.
         data_bytes: Used bytes of the data area; 0 unless COMPLETE.
         suspect: Some tensor in it holds numbers that are not finite, and did not before: 1; 2 if no other rank holds it.
+        mark: Of the token of its generation, as `core.lineage.mark_of` makes it; 0 where an earlier release wrote it.
     """
 
     sequence: int = 0
@@ -197,6 +199,7 @@ class SlotHeader:
     manifest_digest: int = 0
     data_bytes: int = 0
     suspect: int = 0
+    mark: int = 0
 
     @property
     def identity(self) -> SnapshotId:
@@ -212,7 +215,7 @@ class SlotHeader:
 def encode_header(h: SlotHeader) -> bytes:
     """Return one header copy, its checksum at the end."""
     flags = (_PERSIST if h.persist else 0) | (_HAS_PARENT if h.parent is not None else 0)
-    flags |= (0, _SUSPECT, _SUSPECT | _OWN)[h.suspect]
+    flags |= (0, _SUSPECT, _SUSPECT | _OWN)[h.suspect] | h.mark << _MARK_AT
     parent = h.parent or (0, 0)
     fields = _HEADER.pack(
         _MAGIC, h.sequence, h.generation, h.step, h.state, h.world_size, h.rank, flags, *parent,
@@ -245,6 +248,7 @@ def decode_header(raw: bytes) -> SlotHeader | None:
         manifest_digest=m_digest,
         data_bytes=data,
         suspect=bool(flags & _SUSPECT) + bool(flags & _OWN),
+        mark=flags >> _MARK_AT,
     )
 
 

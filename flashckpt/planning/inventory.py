@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from flashckpt.core import records
-from flashckpt.core.lineage import Generation
+from flashckpt.core.lineage import Generation, mark_of
 from flashckpt.core.snapshot_id import SnapshotId
 
 
@@ -22,6 +23,7 @@ class HeldSlot(NamedTuple):
         layout_hash: Of its segment.
         parent: What its generation was restored from.
         suspect: Above 0 where numbers in it became non-finite; 2: in what no other rank holds.
+        mark: Of its generation's token (`core.lineage.mark_of`).
     """
 
     rank: int
@@ -31,6 +33,7 @@ class HeldSlot(NamedTuple):
     layout_hash: int
     parent: SnapshotId | None
     suspect: int = 0
+    mark: int = 0
 
 
 class Member(NamedTuple):
@@ -100,7 +103,8 @@ class Inventory:
         return cls(
             node=node,
             slots=tuple(
-                HeldSlot(r, g, s, w, h, _snapshot_id(p), bad) for r, g, s, w, h, p, bad in (slots if with_slots else ())
+                HeldSlot(r, g, s, w, h, _snapshot_id(p), *more)
+                for r, g, s, w, h, p, *more in (slots if with_slots else ())
             ),
             generation=None if generation is None else records.unpack(Generation, generation),
             restart=restart,
@@ -149,5 +153,19 @@ def is_restart(inventories: Sequence[Inventory]) -> bool:
 
 
 def memory_is_current(inventories: Sequence[Inventory]) -> bool:
-    """Tell whether a node took part in the generation before: then storage holds nothing newer than memory."""
-    return any(i.restart > 0 for i in inventories)
+    """Tell whether a node took part in the generation before: then storage holds nothing newer than memory.
+
+    Not where nodes hold two generations of one number: which of them counts, a claim on the root tells.
+    """
+    return any(i.restart > 0 for i in inventories) and all(len(marks) == 1 for marks in marks_of(inventories).values())
+
+
+def marks_of(inventories: Iterable[Inventory]) -> dict[int, set[int]]:
+    """Return number -> marks of every generation that memory knows by its token."""
+    marks: dict[int, set[int]] = defaultdict(set)
+    for one in inventories:
+        for held in one.slots:
+            marks[held.generation].add(held.mark)
+        if one.generation is not None:
+            marks[one.generation.number].add(mark_of(one.generation.token))
+    return {number: found - {0} for number, found in marks.items() if found != {0}}

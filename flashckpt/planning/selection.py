@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from flashckpt.core.lineage import Generation, SlotRecord, by_preference, common, is_rolled_back, partially_held
+from flashckpt.core.lineage import (
+    Generation,
+    SlotRecord,
+    by_preference,
+    common,
+    is_rolled_back,
+    partially_held,
+)
 from flashckpt.core.records import pack, unpack
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, DisagreementError, FlashckptError, NoCheckpointError, RootError, StoreError
-from flashckpt.planning.inventory import Inventory, host_names, node_names
+from flashckpt.planning.inventory import Inventory, host_names, marks_of, node_names
+from flashckpt.planning.shared_numbers import counting_marks, counts, line_behind
 
 # -- What a root holds of a job's checkpoints, as far as the choice of a restore point needs it --------------------
 
@@ -115,6 +123,7 @@ class Candidate:
         is_unfinished: Some surviving rank never completed it; tried only where nothing whole is left.
         holders: Every slot that holds it, by rank.
         is_suspect: Numbers in it became non-finite, on some rank: tried behind all that are not so.
+        mark: Of its generation's token in memory; 0 where that is not known: any.
     """
 
     identity: SnapshotId
@@ -123,6 +132,7 @@ class Candidate:
     is_unfinished: bool = False
     holders: tuple[Holder, ...] = ()
     is_suspect: bool = False
+    mark: int = 0
 
     @property
     def is_whole(self) -> bool:
@@ -138,11 +148,15 @@ class Candidates:
         found: The candidates; `core.lineage.by_preference` says which goes first.
         next_generation: Number to claim: 1 + the largest seen anywhere.
         lineage: Every generation known, for `is_rolled_back`.
+        lost: Number and mark of generations in memory whose number belongs to another one: nothing of theirs counts.
+        line: Of the generation that begins, where it is not claimed now.
     """
 
     found: tuple[Candidate, ...]
     next_generation: int
     lineage: tuple[Generation, ...]
+    lost: frozenset[tuple[int, int]] = frozenset()
+    line: tuple[int, ...] = ()
 
     def is_behind(self, candidate: Candidate) -> bool:
         """Tell whether a candidate is older than what the newest generation began with: memory has lost that, or never had it."""
@@ -202,7 +216,9 @@ def select(
     nodes = {name: index for index, name in enumerate(node_names(inventories))}
     by_node = {i.node: i for i in reversed(inventories)}  # ranks of one node see the same: the lowest speaks for it
     records = [SlotRecord(node=nodes[name], **held._asdict()) for name, i in by_node.items() for held in i.slots]
-    lineage = _lineage(by_node.values(), root, records)
+    marks = counting_marks(by_node.values(), root.claims, {one.generation for one in root.committed})
+    records = [one for one in records if one.mark in (0, marks.get(one.generation))]
+    lineage = _lineage(by_node.values(), root, records, marks)
     in_memory, on_root = set(common(records)), set(root.committed)
     part = partially_held(records, [member for i in by_node.values() for member in i.members])
     wanted = [
@@ -225,11 +241,15 @@ def select(
             is_unfinished=part.get(i, False) and i not in on_root,
             holders=tuple(sorted(holders.get(i, ()))),
             is_suspect=i in suspects,
+            mark=marks.get(i.generation, 0),
         )
         for i in sorted(wanted, key=suspects.__contains__)
     )
     highest = max([*(g.number for g in lineage), *(i.generation for i in on_root)], default=0)
-    return Candidates(found=found, next_generation=highest + 1, lineage=lineage)
+    seen = marks_of(by_node.values()).items()
+    lost = frozenset((number, mark) for number, found_ in seen for mark in found_ - {marks[number]})
+    line = line_behind(by_node.values(), highest, marks)
+    return Candidates(found=found, next_generation=highest + 1, lineage=lineage, lost=lost, line=line)
 
 
 def _further_back(
@@ -246,12 +266,14 @@ def _further_back(
     return [i for i in older if back > 1 and i in on_root] or older or wanted
 
 
-def _lineage(nodes: Iterable[Inventory], root: RootSummary, records: Sequence[SlotRecord]) -> tuple[Generation, ...]:
+def _lineage(
+    nodes: Iterable[Inventory], root: RootSummary, records: Sequence[SlotRecord], marks: Mapping[int, int]
+) -> tuple[Generation, ...]:
     """Return every generation that anybody knows of, with its parent where somebody knows that."""
     parents: dict[int, SnapshotId | None] = {}
     for one in [
         *root.claims,
-        *(i.generation for i in nodes if i.generation is not None),
+        *(one for one in (i.generation for i in nodes) if one is not None and counts(one, marks)),
         *(Generation(number=r.generation, parent=r.parent) for r in records),
     ]:
         parents[one.number] = one.parent if one.parent is not None else parents.get(one.number)

@@ -66,7 +66,7 @@ class _Exchange:
         group = HostGroup()
         stack.callback(group.close)
         served = slots_served_by(attempt.locations, attempt.node, attempt.rank)
-        held = pin_served(segments, attempt.candidate.identity, served, sources.memory, stack)
+        held = pin_served(segments, attempt.candidate, served, sources.memory, stack)
         return cls(group=group, peers=Peers(group, attempt.locations, held, rank=attempt.rank, node=attempt.node))
 
     def ask(self, attempt: Attempt, sources: CandidateSources, *, replace_own: bool) -> Prepared | Rejection:
@@ -159,7 +159,8 @@ def _open(
 ) -> CandidateSources:
     """Open this node's slots and the checkpoint."""
     with attempt.phases("open"):
-        memory = open_memory(segments, attempt.candidate.identity, attempt.rank, stack, own=attempt.own)
+        wanted = attempt.candidate
+        memory = open_memory(segments, wanted.identity, attempt.rank, stack, own=attempt.own, mark=wanted.mark)
         storage: list[StorageSource] = []
         if checkpoint is not None:
             try:

@@ -29,7 +29,7 @@ from flashckpt.core.values import pack_values, ranged_from, unpack_values
 from flashckpt.errors import FlashckptError, NoCheckpointError
 from flashckpt.framing import frame, split
 from flashckpt.logs import guarded
-from flashckpt.planning.selection import SlotLocation
+from flashckpt.planning.selection import Candidate, SlotLocation
 from flashckpt.restore.peers import PeerSource
 from flashckpt.restore.sources import MemorySource, Source, StorageSource
 from flashckpt.restore.spread_source import SpreadSource
@@ -149,7 +149,13 @@ def _manifest_of(checkpoint: Checkpoint, store: Store) -> Manifest | Spread:
 
 
 def open_memory(
-    segments: Sequence[Path], id_: SnapshotId, rank: int, stack: contextlib.ExitStack, *, own: Segment | None = None
+    segments: Sequence[Path],
+    id_: SnapshotId,
+    rank: int,
+    stack: contextlib.ExitStack,
+    *,
+    own: Segment | None = None,
+    mark: int = 0,
 ) -> list[MemorySource]:
     """Return the slots of this node that hold a snapshot, this rank's own first. What is damaged is left out, and named.
 
@@ -159,9 +165,10 @@ def open_memory(
         rank: This rank.
         stack: Closes the sources.
         own: The segment that this process owns, if any: its mapping is read.
+        mark: Only of a generation whose token has this one; 0: any.
     """
     found = []
-    for segment, slot in complete_slots(segments, id_, stack, own):
+    for segment, slot in complete_slots(segments, id_, stack, own, mark=mark):
         try:
             owner = own if own is not None and own.is_same(segment) else None
             source = MemorySource(segment, slot, identity=id_, owner=owner)
@@ -198,7 +205,12 @@ def open_storage(checkpoint: Checkpoint, owner: str, stack: contextlib.ExitStack
 
 
 def complete_slots(
-    segments: Sequence[Path], id_: SnapshotId, stack: contextlib.ExitStack, own: Segment | None = None
+    segments: Sequence[Path],
+    id_: SnapshotId,
+    stack: contextlib.ExitStack,
+    own: Segment | None = None,
+    *,
+    mark: int = 0,
 ) -> Iterator[tuple[Segment, int]]:
     """Yield (segment, slot) of every slot of this node that holds a snapshot; `own` is open already, and stays so."""
     for path in segments:
@@ -208,13 +220,13 @@ def complete_slots(
             else:
                 segment = stack.enter_context(contextlib.closing(Segment.attach(path)))
             for slot, header in enumerate(segment.headers()):
-                if header.is_complete and header.identity == id_:
+                if header.is_complete and header.identity == id_ and (not mark or header.mark in (0, mark)):
                     yield segment, slot
 
 
 def pin_served(
     segments: Sequence[Path],
-    id_: SnapshotId,
+    candidate: Candidate,
     served: Mapping[int, int],
     memory: Sequence[MemorySource],
     stack: contextlib.ExitStack,
@@ -223,14 +235,14 @@ def pin_served(
 
     Args:
         segments: Of this node.
-        id_: The candidate.
+        candidate: What it holds.
         served: Rank that took the snapshot -> number of its slot among all of the candidate.
         memory: The same slots as sources.
         stack: Releases the pins.
     """
     manifests = {source.manifest.rank: source.manifest for source in memory}
     held = {}
-    for segment, slot in complete_slots(segments, id_, stack):
+    for segment, slot in complete_slots(segments, candidate.identity, stack, mark=candidate.mark):
         rank = segment.spec.rank
         if rank in served and rank in manifests and (pin := segment.pin(slot)) is not None:
             stack.callback(pin.close)
@@ -338,6 +350,7 @@ def _fields(manifest: Manifest) -> dict[str, Any]:
         "coordinates": manifest.coordinates,
         "objects": list(manifest.objects),
         "values": pack_values(manifest.values),
+        "token": manifest.token,
     }
 
 

@@ -128,7 +128,7 @@ class RestoreCoordinator:
         if search.restored is None:
             self._refuse_silent_fresh_start(search, explicit=self._is_explicit)
         parent = None if search.restored is None or self.request.is_partial else search.restored.identity
-        record = self._claim(search.found.next_generation, parent, inventories, search.root, own)
+        record = self._claim(search.found, parent, inventories, search.root, own)
         superseded = parent if search.restored is not None and search.restored.on_root else None
         report = search.report
         if report is not None:
@@ -166,7 +166,7 @@ class RestoreCoordinator:
             root = self._ask_root()
         if root.error and parent is not None:
             raise unreachable(self.request.root, root, "and a run that starts fresh takes its number from there")
-        record = self._claim(select(inventories, root).next_generation, parent, inventories, root, own)
+        record = self._claim(select(inventories, root), parent, inventories, root, own)
         return RestoreOutcome(report=None, record=record, superseded=None, inventories=inventories)
 
     def read(self) -> RestoreReport:
@@ -255,7 +255,7 @@ class RestoreCoordinator:
 
     def _claim(
         self,
-        number: int,
+        found: Candidates,
         parent: SnapshotId | None,
         inventories: Sequence[Inventory],
         root: RootSummary | None,
@@ -268,13 +268,14 @@ class RestoreCoordinator:
             where = self.request.root if can_claim else None
             while True:
                 try:
-                    record = gather.claim(number, parent, world=world, root=where, options=self.options)
+                    record = gather.claim(found, parent, world=world, root=where, options=self.options)
                     break
                 except StoreError as error:  # on every rank
                     if not self.patience.again(may_pass=may_pass(error), why=str(error)):
                         raise
             assert self.directory is not None
-            gather.begin(self.directory, record, rank=world.rank, ranks=local_world(inventories, world.rank), own=own)
+            ranks = local_world(inventories, world.rank)
+            gather.begin(self.directory, record, rank=world.rank, ranks=ranks, own=own, found=found)
         return record
 
     def _again(self, root: RootSummary) -> bool:

@@ -27,7 +27,7 @@ from flashckpt.errors import ConfigError, DamagedError, FlashckptError, RootErro
 from flashckpt.faults import crash_point
 from flashckpt.logs import guarded
 from flashckpt.planning.inventory import HeldSlot, Inventory, Member, unpack_all
-from flashckpt.planning.selection import RestoreRequest, RootSummary, refuse_damage, require_same_request
+from flashckpt.planning.selection import Candidates, RestoreRequest, RootSummary, refuse_damage, require_same_request
 from flashckpt.shm.agent_folder import agent_folder, has_missed, note_waiting, read_job
 from flashckpt.shm.control import Control, ControlView
 from flashckpt.shm.job_directory import JobDirectory
@@ -163,7 +163,7 @@ def _slots(directory: JobDirectory) -> Iterator[HeldSlot]:
                 for h in segment.headers():
                     if h.is_complete:
                         layout = segment.spec.layout_hash
-                        yield HeldSlot(h.rank, h.generation, h.step, h.world_size, layout, h.parent, h.suspect)
+                        yield HeldSlot(h.rank, *h.identity, h.world_size, layout, h.parent, h.suspect, h.mark)
         except FileNotFoundError:
             continue
         except FlashckptError as error:
@@ -266,12 +266,12 @@ class Patience:
 
 
 def claim(
-    number: int, parent: SnapshotId | None, *, world: World, root: str | None, options: Mapping[str, Any]
+    found: Candidates, parent: SnapshotId | None, *, world: World, root: str | None, options: Mapping[str, Any]
 ) -> Generation:
     """Return the record of the generation that begins. Collective; only rank 0 talks to the root.
 
     Args:
-        number: 1 + the largest generation seen anywhere; a higher one is taken if it is claimed already.
+        found: Says the number, 1 + the largest seen anywhere; a higher one is taken if it is claimed already.
         parent: What was restored; None on a fresh start, BEGINNING on one that was asked for.
         world: The ranks.
         root: Where to claim it now; None leaves that to the daemon, before it persists anything.
@@ -280,7 +280,7 @@ def claim(
     Raises:
         RootError, StoreError: A fresh start whose root cannot be written. Raised on every rank.
     """
-    token, claimed, error = secrets.token_hex(8), False, None
+    number, token, claimed, error = found.next_generation, secrets.token_hex(8), False, None
     if world.rank == 0 and root is not None:
         try:
             wanted = Generation(number=number, token=token, parent=parent, world_size=world.size)
@@ -291,7 +291,8 @@ def claim(
     number, token, claimed, error = collectives.from_rank_0([number, token, claimed, error])
     if error is not None:
         raise _unpacked(error)
-    return Generation(number=number, token=token, parent=parent, world_size=world.size, claimed=claimed)
+    line = () if claimed else found.line
+    return Generation(number=number, token=token, parent=parent, world_size=world.size, claimed=claimed, line=line)
 
 
 def _claim_on_root(root: str, options: Mapping[str, Any], wanted: Generation) -> int:
@@ -301,12 +302,22 @@ def _claim_on_root(root: str, options: Mapping[str, Any], wanted: Generation) ->
         return wanted.number
 
 
-def begin(directory: JobDirectory, record: Generation, *, rank: int, ranks: Sequence[int], own: Segment | None) -> None:
+def begin(
+    directory: JobDirectory,
+    record: Generation,
+    *,
+    rank: int,
+    ranks: Sequence[int],
+    own: Segment | None,
+    found: Candidates,
+) -> None:
     """Write the lineage of this node, then empty the slots that it abandons.
 
     Args:
         directory: Of the job on this node.
         record: The generation that begins.
+        found: Says which generations are known, and of which nothing counts. What the root alone knows to be rolled back would be
+            taken by the next start, which does not ask it.
         rank: This rank; it empties its own slots.
         ranks: Ranks of this node; the first also empties those of ranks that are no more.
         own: The segment this process owns already.
@@ -314,20 +325,19 @@ def begin(directory: JobDirectory, record: Generation, *, rank: int, ranks: Sequ
     crash_point("restore.before-lineage")
     if ranks[0] == rank:
         directory.write_generation(record)
-    if record.parent is None:
-        return
     for path in directory.segments():
         owner = int(path.name[1 : path.name.index("-")])
         if owner == rank or (owner not in ranks and ranks[0] == rank):
-            _empty_abandoned(path, record, own if own is not None and own.path == path else None)
+            _empty_abandoned(path, record, own if own is not None and own.path == path else None, found)
     crash_point("restore.after-lineage")
 
 
-def _empty_abandoned(path: Path, record: Generation, own: Segment | None) -> None:
+def _empty_abandoned(path: Path, record: Generation, own: Segment | None, found: Candidates) -> None:
     with contextlib.suppress(FlashckptError, OSError), contextlib.ExitStack() as stack:
         segment = own or stack.enter_context(contextlib.closing(Segment.attach(path, writable=True)))
         for slot, header in enumerate(segment.headers()):
-            if header.is_complete and is_rolled_back(header.identity, [record]):
+            is_lost = (header.generation, header.mark) in found.lost
+            if header.is_complete and (is_lost or is_rolled_back(header.identity, [record, *found.lineage])):
                 segment.mark_empty(slot)
 
 

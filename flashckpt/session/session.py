@@ -185,6 +185,7 @@ class Session:
             coordinates=self.tracked.world.coordinates,
             parent=record.parent,
             persist=self._wanted.owed is not None,
+            token=record.token,
         )
         known = self._watermark.known()
         self._skips.saw(known.common)

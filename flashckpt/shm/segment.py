@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from flashckpt.core.lineage import mark_of
 from flashckpt.core.snapshot_id import SnapshotRequest
 from flashckpt.core.superblock import (
     HEADER_COPY_BYTES,
@@ -309,6 +310,7 @@ class Segment:
             rank=self.spec.rank,
             persist=request.persist,
             parent=request.parent,
+            mark=mark_of(request.token),
         )
         # Both copies: were only one written, damage to it would bring the old COMPLETE header back over new data.
         header = self._put_both_headers(slot, header)

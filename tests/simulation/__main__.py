@@ -9,6 +9,8 @@ import argparse
 import sys
 import time
 from collections import Counter
+from multiprocessing import get_context
+from typing import NamedTuple
 
 from simulation.run import Outcome, shrink, simulate
 
@@ -18,6 +20,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="simulation", description=__doc__)
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, help="the first one; without it one that nobody has tried")
+    parser.add_argument("--workers", type=int, default=1, help="processes side by side")
     parser.add_argument("--only", action="store_true", help="this seed alone, and tell its story")
     chosen = parser.parse_args(arguments)
     seed = time.time_ns() // 1000 % 10**9 if chosen.seed is None else chosen.seed
@@ -25,21 +28,41 @@ def main(arguments: list[str]) -> int:
         outcome = simulate(seed)
         sys.stdout.write(outcome.tell(400) + "\n")
         return int(bool(outcome.rule))
-    first, began = seed, time.monotonic()
+    with get_context("fork").Pool(chosen.workers) as pool:
+        firsts = [(seed + at, chosen.workers, 60 * chosen.minutes) for at in range(chosen.workers)]
+        runs = pool.starmap(_run, firsts, chunksize=1)
+    counts = sum((Counter(one.counts) for one in runs), Counter[str]())
+    for one in runs:
+        if one.broken is not None:
+            return _tell(simulate(one.broken))
+    days = sum(one.virtual_s for one in runs) / 86400
+    sys.stdout.write(
+        f"{sum(one.seeds for one in runs)} seeds from {seed} on: nothing was broken in {days:.2f} virtual days"
+        f" ({', '.join(f'{number} {what}' for what, number in sorted(counts.items()) if ' a ' not in what)})\n"
+    )
+    return 0
+
+
+class _Run(NamedTuple):
+    """What one process has tried; `broken`: a seed that broke a rule."""
+
+    seeds: int
+    virtual_s: float
+    counts: dict[str, int]
+    broken: int | None
+
+
+def _run(first: int, stride: int, seconds: float) -> _Run:
+    began, seed = time.monotonic(), first
     virtual_s, counts = 0.0, Counter[str]()
-    while time.monotonic() - began < 60 * chosen.minutes:
+    while time.monotonic() - began < seconds:
         outcome = simulate(seed)
         virtual_s += outcome.virtual_s
         counts.update(outcome.counts)
+        seed += stride
         if outcome.rule:
-            return _tell(outcome)
-        seed += 1
-    days = virtual_s / 86400
-    sys.stdout.write(
-        f"seeds {first} to {seed - 1}: nothing was broken in {days:.2f} virtual days, {days / chosen.minutes:.2f} a minute"
-        f" ({', '.join(f'{number} {what}' for what, number in sorted(counts.items()))})\n"
-    )
-    return 0
+            return _Run((seed - first) // stride, virtual_s, dict(counts), outcome.seed)
+    return _Run((seed - first) // stride, virtual_s, dict(counts), None)
 
 
 def _tell(outcome: Outcome) -> int:

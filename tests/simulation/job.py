@@ -31,7 +31,7 @@ class Setup:
     """The kind of job that a seed draws.
 
     Attributes:
-        nodes, per_node: Of the job.
+        nodes, per_node, spares: Of the job, and machines beyond it.
         slots: Per rank.
         step_s: Seconds of a step; each is a snapshot step.
         persist_every: Steps.
@@ -45,6 +45,7 @@ class Setup:
 
     nodes: int = 1
     per_node: int = 1
+    spares: int = 1
     slots: int = 3
     step_s: float = 5.0
     persist_every: int = 6
@@ -79,7 +80,7 @@ class Job:
         self.bucket = Bucket(Random(f"{seed} storage"), setup.latency_s)
         self.rules = Rules(self)
         self.bucket.on_change = self.rules.root_changed
-        self.is_operator = False
+        self.is_operator = self.is_over = False
         self.processes: list[Process] = []
         self.story: list[tuple[float, str, str]] = []
         self.counts: Counter[str] = Counter()
@@ -87,7 +88,9 @@ class Job:
         self.carried: dict[str, bytes] = {}
         self.cut_off: set[int] = set()
         self.mute: set[int] = set()
-        self.nodes = [Node(self, index) for index in range(setup.nodes + 1)]
+        self.deaf: dict[int, dict[str, bytes]] = {}
+        self.echoes = 0.0  # share of messages that come twice
+        self.nodes = [Node(self, index) for index in range(setup.nodes + setup.spares)]
         self.wanted = setup.nodes
         self.ranks: list[Rank] = []
         self.firsts: list[int] = []
@@ -99,6 +102,10 @@ class Job:
         self.agents = Agents()
         self._asked: Counter[int] = Counter()
         self.committed_at: dict[SnapshotId, float] = {}
+        self.failed_s: float | None = None  # since when no rank trains
+        self.calm_s = 0.0  # when the faults ended, and which step it was, and how many were taken
+        self.calm_step = self.calm_steps = 0
+        self.outages: list[tuple[str, float]] = []  # what each ended with, and how long it was
 
     # -- small things ----------------------------------------------------------------------------------------
 
@@ -134,10 +141,6 @@ class Job:
         self.note("commits")
         self.say("root", f"{identity} is committed")
 
-    def truth_of(self, identity: SnapshotId) -> str:
-        """Return the state that a snapshot is of."""
-        return self.rules.truth[identity][0]
-
     # -- starts and ends of the worker group -----------------------------------------------------------------
 
     def begin(self) -> None:
@@ -161,7 +164,7 @@ class Job:
 
     def start_agent(self, node: Node) -> None:
         """An agent starts on a machine."""
-        if not node.is_up or (node.agent is not None and node.agent.alive):
+        if self.is_over or not node.is_up or (node.agent is not None and node.agent.alive):
             return
         agent = node.agent = self.process(f"agent {node.name}", node.index)
         node.restart, node.agents = 0, node.agents + 1
@@ -229,6 +232,7 @@ class Job:
     def _rank_died(self, number: int) -> None:
         if number != self._number:
             return
+        self.failed_s = CLOCK.scheduler.now if self.failed_s is None else self.failed_s
         self._number += 1  # the others are echoes
         self.later(0.1 + self.random.random() * 2, self._recover)
 
@@ -283,6 +287,9 @@ class Job:
         record = found.record
         self.step = found.identity.step if found.identity is not None else 0
         self.say("ranks", f"generation {record.number} begins with {found.identity or 'nothing'}, {found.source}")
+        if self.failed_s is not None:
+            self.outages.append((found.source, CLOCK.scheduler.now - self.failed_s))
+            self.failed_s = None
         restored = found.identity if found.source == "memory" else None
         superseded = found.identity if found.source == "storage" else None
         for rank in ranks:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import mmap
 import os
@@ -18,8 +17,6 @@ from flashckpt.core.digest import chunk_digests
 from flashckpt.core.figures import TensorFigures
 from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest import Manifest, encode_manifest
-from flashckpt.core.shard import Shard, place
-from flashckpt.core.shard_table import ShardTable
 from flashckpt.core.snapshot_id import SnapshotId, SnapshotRequest
 from flashckpt.core.superblock import SegmentSpec, Superblock, encode_superblock
 from flashckpt.daemon.persister.service import Daemon
@@ -35,35 +32,12 @@ from flashckpt.shm.segment import Segment
 from flashckpt.snapshot.segments import RankSegments
 from simulation import memory, seams
 from simulation.clock import CLOCK, Killed, Process
+from simulation.states import BATCH, SAMPLES, State, bytes_of, table_of
 
 if TYPE_CHECKING:
     from simulation.job import Job
 
 MANIFEST_BYTES, DATA_BYTES = 12 << 10, 4096
-SAMPLES, BATCH = 30, 8
-"""Of the data set, and of each step: epochs end in the middle of a step."""
-_tables: dict[tuple[int, int], tuple[ShardTable, int]] = {}
-
-
-def bytes_of(chain: str, rank: int) -> tuple[bytes, bytes]:
-    """Return what a rank's row, and what every rank holds alike, is in a state."""
-    row = hashlib.blake2b(f"{chain} {rank}".encode(), digest_size=64).digest()
-    return row, hashlib.blake2b(chain.encode(), digest_size=16).digest()
-
-
-def table_of(rank: int, world: int) -> tuple[ShardTable, int]:
-    """Return the shards of a rank and their bytes."""
-    if (rank, world) not in _tables:
-        common: dict[str, Any] = {"dtype": "float32", "replica": 0}
-        shards = [
-            Shard(fqn="weight", global_shape=(world, 16), offsets=(rank, 0), lengths=(1, 16), **common),
-            Shard(
-                fqn="bias", global_shape=(4,), offsets=(0,), lengths=(4,), dtype="float32", replica=rank
-            ),
-        ]  # fmt: skip
-        placement = place(shards)
-        _tables[rank, world] = ShardTable.from_shards(shards, placement.offsets), int(placement.total)
-    return _tables[rank, world]
 
 
 @dataclass
@@ -228,19 +202,27 @@ class Carrier:
         self._reach()
         if self._node in self._job.mute and self._job.random.random() < 0.5:
             return
+        self._arrive(key, value)
+        if self._job.random.random() < self._job.echoes:
+            self._job.later(self._job.random.random() * 5, lambda: self._arrive(key, value))
+
+    def _arrive(self, key: str, value: bytes) -> None:
         if self._job.carried.get(key) != value:
             self._job.carried[key] = value
             for node in self._job.nodes:
                 if node.index != self._node and node.relay_rests and node.relay is not None:
                     node.wake_relay(0.05 + self._job.random.random() * 4)
 
-    def check(self, keys: list[str], /) -> bool:
+    @property
+    def _heard(self) -> dict[str, bytes]:
         self._reach()
-        return all(key in self._job.carried for key in keys)
+        return self._job.deaf.get(self._node, self._job.carried)
+
+    def check(self, keys: list[str], /) -> bool:
+        return all(key in self._heard for key in keys)
 
     def multi_get(self, keys: list[str], /) -> list[bytes]:
-        self._reach()
-        return [self._job.carried[key] for key in keys]
+        return [self._heard[key] for key in keys]
 
 
 @dataclass
@@ -326,7 +308,7 @@ class Rank:
         id_ = SnapshotId(self.record.number, step)
         request = SnapshotRequest(
             id=id_, job="job", rank=self.rank, world_size=self.world, coordinates={}, parent=self.record.parent,
-            persist=self.wanted.owed is not None,
+            persist=self.wanted.owed is not None, token=self.record.token,
         )  # fmt: skip
         writer = self.segments.begin(request, known=self.acks.known(), superseded=self.superseded)
         if writer is None:
@@ -337,7 +319,7 @@ class Rank:
             self.wanted.begun(id_)
         self.writer, self.request = writer, request
         self.data = json.dumps(self.sampler.state_dict())
-        self.job.rules.taken(id_, self.chain, self.world)
+        self.job.rules.taken(State.of(id_, self.record.token), self.chain, self.world)
         row, bias = bytes_of(self.chain, self.rank)
         table, total = table_of(self.rank, self.world)
         whole = bytearray(total)
@@ -363,9 +345,10 @@ class Rank:
             chunk_digests(memoryview(whole)[start : start + nbytes])
             for start, nbytes in zip(table.byte_offset.tolist(), table.nbytes.tolist(), strict=True)
         ]
-        values = {"step": request.id.step, "chain": self.job.truth_of(request.id), f"rng@rank{self.rank}": b"r"}
+        state = State.of(request.id, request.token)
+        values = {"step": request.id.step, "chain": self.job.rules.truth[state][0], f"rng@rank{self.rank}": b"r"}
         values["data"] = self.data
-        figures, is_bad = TensorFigures.unknown(len(table)), self.job.rules.is_bad(request.id, self.rank)
+        figures, is_bad = TensorFigures.unknown(len(table)), self.job.rules.is_bad(state, self.rank)
         figures.suspect[0] = is_bad
         all_digests = np.concatenate(digests)
         manifest = Manifest.of(request, table=table, digests=all_digests, values=values, figures=figures)
@@ -387,4 +370,4 @@ def make_segment(path: Any, spec: SegmentSpec) -> Segment:
 
 
 Later = Callable[[float, Callable[[], None]], None]
-__all__ = ["Carrier", "Killed", "Node", "Rank", "bytes_of", "make_segment", "table_of"]
+__all__ = ["Carrier", "Killed", "Node", "Rank", "make_segment"]

@@ -109,6 +109,12 @@ def restart_node(job: Job, target: int, value: float) -> None:
     _kill_node(job, _node(job, target), loses=False, back_s=5 + value * 100)
 
 
+def lose_for_good(job: Job, target: int, value: float) -> None:
+    """A machine never comes back, where there is another one in its place."""
+    if sum(node.is_up for node in job.nodes) > job.wanted == job.setup.nodes:
+        _kill_node(job, _node(job, target), loses=True, back_s=1e9)
+
+
 def lose_all(job: Job, target: int, value: float) -> None:
     for node in job.nodes:
         _kill_node(job, node, loses=True, back_s=5 + value * 50)
@@ -233,6 +239,46 @@ def cut_one_way(job: Job, target: int, value: float) -> None:
     job.later(2 + value * 60, lambda: job.mute.discard(index))
 
 
+def cut_deaf(job: Job, target: int, value: float) -> None:
+    """A node hears nothing new of the others; they hear it."""
+    index = _node(job, target).index
+    job.deaf[index] = dict(job.carried)
+    job.later(2 + value * 60, lambda: job.deaf.pop(index, None))
+
+
+def double_messages(job: Job, target: int, value: float) -> None:
+    """What nodes say arrives again later, behind what they have said since."""
+    job.echoes = 0.1 + 0.5 * value
+    job.later(5 + value * 60, lambda: setattr(job, "echoes", 0.0))
+
+
+def take_over(job: Job, target: int, value: float) -> None:
+    """The job starts again from memory, without the root; then its nodes go, others continue, and one of these goes, too."""
+    nodes = list({rank.node.index: rank.node for rank in job.ranks}.values())
+    for node in nodes:
+        job.bucket.trouble.cut.add(node.index)
+        job.later(30.0, partial(job.bucket.trouble.cut.discard, node.index))
+    kill_rank(job, target, value)
+    for node in nodes:
+        job.later(10 + 8 * value, partial(_kill_node, job, node, loses=False, back_s=14 + 10 * value))
+
+    def next_one() -> None:
+        if job.ranks and CLOCK.scheduler.now < job.setup.faults_s:
+            restart_node(job, job.ranks[target % len(job.ranks)].node.index, 0.9)
+
+    job.later(35 + 10 * value, next_one)
+
+
+def truncate_record(job: Job, target: int, value: float) -> None:
+    """An operator's copy of a checkpoint's MANIFEST, or of an index, ends too early."""
+    keys = [key for key in job.bucket.keys if key.startswith("step-") and not key.endswith(".fck")]
+    if keys:
+        key = keys[target % len(keys)]
+        job.note("operator")
+        half = job.bucket.objects[key][0][: int(len(job.bucket.objects[key][0]) * value)]
+        _by_hand(job, lambda: job.bucket.set(key, half), key.partition("/")[0])
+
+
 def copy_checkpoint(job: Job, target: int, value: float) -> None:
     """An operator copies a checkpoint to another name on the same root: nobody may take it for that one."""
     if names := _checkpoints(job):
@@ -271,6 +317,7 @@ KINDS: dict[str, Callable[[Job, int, float], None]] = {
     "stop persister": stop_persister,
     "kill agent": kill_agent,
     "lose node": lose_node,
+    "lose node for good": lose_for_good,
     "restart node": restart_node,
     "lose all nodes": lose_all,
     "restart all nodes": restart_all,
@@ -298,6 +345,10 @@ KINDS: dict[str, Callable[[Job, int, float], None]] = {
     "slow node": slow_node,
     "cut one way": cut_one_way,
     "operator copies": copy_checkpoint,
+    "operator truncates": truncate_record,
+    "cut deaf": cut_deaf,
+    "messages come twice": double_messages,
+    "others take over": take_over,
 }
 
 
@@ -319,6 +370,8 @@ def draw(seed: int, **fixed: object) -> tuple[Setup, list[Fault]]:
     }
     if Random(f"{seed} time").random() < 0.25:  # every snapshot may be persisted, and the clock says when
         values |= {"persist_every": 1, "persist_s": 20}
+    if Random(f"{seed} spares").random() < 0.25:
+        values["spares"] = nodes
     values |= fixed
     setup = Setup(**values)  # type: ignore[arg-type]
     kinds = random.sample(sorted(KINDS), random.choice((1, 2, 3, 5, 8)))

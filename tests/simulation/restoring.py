@@ -22,14 +22,15 @@ from flashckpt.core.manifest import Manifest
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, FlashckptError, may_pass
 from flashckpt.planning.inventory import Inventory, memory_is_current, node_names, unpack_all
-from flashckpt.planning.selection import Candidate, RootSummary, missing_on_root, refuse_damage, select
+from flashckpt.planning.selection import Candidate, Candidates, RootSummary, missing_on_root, refuse_damage, select
 from flashckpt.restore import gather
 from flashckpt.shm import agent_folder
 from flashckpt.shm.segment import Segment
 from simulation import seams
 from simulation.clock import CLOCK
-from simulation.machines import Node, Rank, bytes_of
+from simulation.machines import Node, Rank
 from simulation.rules import Violation
+from simulation.states import State, bytes_of
 
 if TYPE_CHECKING:
     from simulation.job import Job
@@ -66,7 +67,7 @@ class Restore:
     def __init__(self, job: Job, ranks: list[Rank], step: int | None) -> None:
         self.job, self.ranks, self.step = job, ranks, step
         self._passed_over = False
-        self._data = ""
+        self._data = self._token = ""
 
     def run(self) -> Restored:
         """Restore all ranks together, or raise RestoreFailed."""
@@ -91,8 +92,17 @@ class Restore:
             if not self._passed_over and not (
                 candidate is not None and candidate.is_suspect and root is not None and root.error
             ):
-                job.rules.restored(identity, chain, best=best, wanted=self.step)
-            record = self._claim(found.next_generation, identity, root)
+                state = None if identity is None else State.of(identity, self._token)
+                asked = root is not None and not root.error
+                job.rules.restored(
+                    state,
+                    chain,
+                    best=best,
+                    wanted=self.step,
+                    asked=asked,
+                    records=[one.generation for one in inventories if one.generation],
+                )
+            record = self._claim(found, identity, root)
         except FlashckptError as error:
             raise _failed(error) from error
         source = "fresh" if candidate is None else "storage" if candidate.on_root else "memory"
@@ -144,6 +154,8 @@ class Restore:
                 return candidate, self._read(candidate, inventories), root, found
             except FlashckptError as error:
                 self.job.say("ranks", f"cannot use {candidate.identity}: {str(error).splitlines()[0]}")
+                if candidate.is_common:  # nothing here damages memory
+                    raise Violation("what memory calls whole is whole", f"{candidate.identity}: {error}") from error
                 if candidate.on_root and may_pass(error):
                     raise RestoreFailed("the root does not answer") from error
                 self._passed_over = self._passed_over or candidate.is_whole
@@ -159,7 +171,7 @@ class Restore:
         store = self.job.connect(self.ranks[0].process)
         with reading(store, prefix_of(*candidate.identity)) as manifest:
             self._check(manifest, lambda name: store.get(f"{prefix_of(*candidate.identity)}/{name}"))
-            self._data = str(manifest.values["data"])
+            self._data, self._token = str(manifest.values["data"]), manifest.token
             return str(manifest.values["chain"])
 
     def _read_memory(self, candidate: Candidate, inventories: Sequence[Inventory]) -> str:
@@ -168,7 +180,7 @@ class Restore:
         for holder in candidate.holders:
             if holder.rank in held:
                 continue
-            pin = _pin(nodes[names[holder.node]], holder.rank, candidate.identity)
+            pin = _pin(nodes[names[holder.node]], holder.rank, candidate)
             if pin is None:
                 raise DamagedError(f"rank {holder.rank} no longer holds it")
             with pin:
@@ -177,7 +189,7 @@ class Restore:
                 pin.read_into(0, memoryview(whole))
                 self._check(manifest, lambda _, whole=whole: bytes(whole))
                 chains.add(str(manifest.values["chain"]))
-                self._data = str(manifest.values["data"])
+                self._data, self._token = str(manifest.values["data"]), manifest.token
             held.add(holder.rank)
         if len(chains) != 1:
             raise Violation("one state per id", f"{candidate.identity} is of {len(chains)} states in memory")
@@ -201,28 +213,29 @@ class Restore:
 
     # -- the generation that begins --------------------------------------------------------------------------
 
-    def _claim(self, number: int, parent: SnapshotId | None, root: RootSummary | None) -> Generation:
+    def _claim(self, found: Candidates, parent: SnapshotId | None, root: RootSummary | None) -> Generation:
         """Claim a generation and write the lineage, as `gather.claim` and `gather.begin`."""
         world = len(self.ranks)
         self.job.rules.folders = {str(rank.node.folder) for rank in self.ranks}
         token = f"{self.job.random.getrandbits(64):016x}"
-        wanted = Generation(number=number, token=token, parent=parent, world_size=world)
+        wanted = Generation(number=found.next_generation, token=token, parent=parent, world_size=world)
         if root is not None and not root.error:
             try:
                 number = gather._claim_on_root(_ROOT, {}, wanted)
                 wanted = replace(wanted, number=number, claimed=True)
-                self.job.rules.begins(wanted, is_on_root=True)
             except (FlashckptError, OSError):
                 if parent is None:
                     raise
-        self.job.rules.begins(wanted, is_on_root=wanted.claimed)
+        wanted = replace(wanted, line=() if wanted.claimed else found.line)
+        state = None if parent is None else State.of(parent, self._token)
+        self.job.rules.begins(wanted, is_on_root=wanted.claimed, parent=state, starts=True)
         mates: dict[int, list[int]] = {}
         for rank in self.ranks:
             mates.setdefault(rank.node.index, []).append(rank.rank)
         for rank in self.ranks:
             own = rank.segments.segment
             directory, ranks = rank.node.directory, mates[rank.node.index]
-            _call(rank, partial(gather.begin, directory, wanted, rank=rank.rank, ranks=ranks, own=own))
+            _call(rank, partial(gather.begin, directory, wanted, rank=rank.rank, ranks=ranks, own=own, found=found))
             if rank.local == 0:
                 folder: Any = rank.node.agent_folder
                 _call(rank, partial(agent_folder.write_job, folder, directory.path))
@@ -243,11 +256,12 @@ def _call(rank: Rank, work: Callable[[], object]) -> None:
     CLOCK.scheduler.call_as(rank.process, work)
 
 
-def _pin(node: Node, rank: int, identity: SnapshotId) -> Any:
+def _pin(node: Node, rank: int, candidate: Candidate) -> Any:
     for path in node.directory.segments(rank=rank):
         with contextlib.suppress(FileNotFoundError), contextlib.closing(Segment.attach(path)) as segment:
             for slot, header in enumerate(segment.headers()):
-                if header.is_complete and header.identity == identity:
+                is_its = not candidate.mark or header.mark in (0, candidate.mark)
+                if header.is_complete and is_its and header.identity == candidate.identity:
                     return segment.pin(slot)
     return None
 

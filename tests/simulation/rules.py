@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 from flashckpt.checkpoint.generations import decode_claim
 from flashckpt.checkpoint.root_records import TOMBSTONE, parse_prefix, prefix_of
 from flashckpt.core.digest import digest
-from flashckpt.core.lineage import Generation
+from flashckpt.core.lineage import Generation, mark_of
 from flashckpt.core.manifest import decode_manifest
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError
 from simulation import memory
 from simulation.clock import CLOCK
-from simulation.machines import BATCH, SAMPLES, bytes_of
+from simulation.states import BATCH, SAMPLES, State, bytes_of
 
 if TYPE_CHECKING:
     from simulation.job import Job
+
+
+KNOWN_AFTER_S = 60.0
+"""Virtual seconds after which a claim is known to all that may write."""
 
 
 class Violation(BaseException):  # not an Exception: the product's loops must not swallow it
@@ -35,23 +39,26 @@ class Rules:
         truth: The state and the world of each snapshot that was ever begun.
         committed: Checkpoints that are on the root now, whole.
         ever: All that ever were.
-        trained: The newest generation that took a snapshot.
         kept: What an operator has marked, and was told so.
     """
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.truth: dict[SnapshotId, tuple[str, int]] = {}
+        self.truth: dict[State, tuple[str, int]] = {}
         self.taken_at: dict[SnapshotId, float] = {}
-        self.committed: set[SnapshotId] = set()
+        self.committed: dict[SnapshotId, State] = {}
         self.ever: set[SnapshotId] = set()
-        self.trained = 0
         self.parents: dict[int, SnapshotId | None] = {}
         self.on_root: dict[int, SnapshotId | None] = {}
-        self._held: dict[str, frozenset[SnapshotId]] = {}  # per segment
+        self._begun: dict[int, dict[int, State | None]] = defaultdict(dict)  # by number and mark
+        self._claims: dict[int, int] = {}  # the mark of each claim on the root
+        self._claimed_s: dict[int, float] = {}  # when each was
+        self._used: set[tuple[int, int]] = set()  # number and mark of generations that took a snapshot
+        self._held: dict[str, frozenset[State]] = {}  # per segment
+        self._segments: Counter[State] = Counter()  # how many hold it
         self.folders: set[str] | None = None  # of the machines of the present worker group; what others hold is lost
         self._named: set[SnapshotId] = set()  # on the root, though packs may be damaged
-        self._best: SnapshotId | None = None
+        self._best: State | None = None
         self._drawn: dict[str, list[int]] = {}  # by state: how often each sample was trained
         self.kept: set[SnapshotId] = set()
         self._bad: dict[str, int] = {}  # states in which numbers are NaN: of all ranks, or of that one alone
@@ -59,12 +66,50 @@ class Rules:
 
     # -- lineage ---------------------------------------------------------------------------------------------
 
-    def begins(self, record: Generation, *, is_on_root: bool) -> None:
-        """A generation is written down somewhere."""
-        self.parents[record.number] = record.parent
+    def begins(
+        self, record: Generation, *, is_on_root: bool, parent: State | None = None, starts: bool = False
+    ) -> None:
+        """A generation is written down somewhere; `starts`: all ranks go on with it now."""
+        mark = mark_of(record.token)
+        self._begun[record.number][mark] = self._begun[record.number].get(mark) or parent
         if is_on_root:
             self.on_root[record.number] = record.parent
+            self._claims[record.number] = mark
+            self._claimed_s.setdefault(record.number, CLOCK.scheduler.now)
+        self.parents.setdefault(record.number, record.parent)
+        if starts:
+            self.parents = self._ancestors(record.number, mark)
         self._best = self.best()
+
+    def _ancestors(self, number: int, mark: int, known: dict[int, int] | None = None) -> dict[int, SnapshotId | None]:
+        """Return what each generation of a line began with; `known`: numbers and marks of those that anybody knows of."""
+        found: dict[int, SnapshotId | None] = {}
+        while number > 0:
+            parent = self._begun[number].get(mark)
+            found[number] = None if parent is None else parent.identity
+            if parent is not None:
+                number, mark = parent.identity.generation, parent.mark
+            else:
+                number -= 1
+                mark = (
+                    self.owner(number) or next(reversed(self._begun[number]), 0)
+                    if known is None
+                    else known.get(number, 0)
+                )
+        return found
+
+    def owner(self, number: int) -> int:
+        """Return the mark of the generation that counts where several have a number: of a claim of which something came; else 0."""
+        mark = self._claims.get(number, 0)
+        is_used = (
+            (number, mark) in self._used
+            or self.on_root.get(number) is not None
+            or any(one.generation == number for one in self.committed)
+        )
+        return mark if is_used else 0
+
+    def _counts(self, state: State) -> bool:
+        return self.owner(state.identity.generation) in (0, state.mark)
 
     def line(self, newest: int, parents: dict[int, SnapshotId | None]) -> dict[int, float]:
         """Return what survives of each generation from where one stands: the last step."""
@@ -84,20 +129,24 @@ class Rules:
         number = max(self.parents, default=0) if newest is None else newest
         return identity.step <= self.line(number, self.parents).get(identity.generation, -1)
 
-    def best(self) -> SnapshotId | None:
+    def best(self) -> State | None:
         """Return the newest snapshot that memory or storage can prove, on the line of the newest generation."""
         return self.best_for(self.folders)
 
-    def best_for(self, folders: set[str] | None, *, prefers_clean: bool = False) -> SnapshotId | None:
+    def best_for(self, folders: set[str] | None, *, prefers_clean: bool = False) -> State | None:
         """Return the newest, or the newest clean one, that can be proved with the memory of some machines alone."""
-        holders: dict[SnapshotId, set[int]] = defaultdict(set)
+        holders: dict[State, set[int]] = defaultdict(set)
         for text, ids in self._held.items():
             if folders is None or text.rpartition("/")[0] in folders:
                 for one in ids:
                     holders[one].add(int(text.rpartition("/")[2][1:6]))
-        found = [one for one, ranks in holders.items() if len(ranks) == self.truth[one][1]]
+        found = [one for one, ranks in holders.items() if len(ranks) == self.truth[one][1] and self._counts(one)]
         bounds = self.line(max(self.parents, default=0), self.parents)
-        alive = [one for one in [*found, *self.committed] if one.step <= bounds.get(one.generation, -1)]
+        alive = [
+            one
+            for one in [*found, *self.committed.values()]
+            if one.identity.step <= bounds.get(one.identity.generation, -1)
+        ]
         clean = [one for one in alive if not self.is_bad(one)] if prefers_clean else []
         return max(clean or alive, default=None)
 
@@ -114,37 +163,47 @@ class Rules:
             raise Violation("no sample twice or lost", f"{sorted(drawn)} after {sum(counts) - len(drawn)} samples")
         self._drawn[chain] = counts
 
-    def is_bad(self, identity: SnapshotId, rank: int | None = None) -> bool:
+    def is_bad(self, state: State, rank: int | None = None) -> bool:
         """Whether numbers are NaN in a snapshot, or in what one rank holds of it."""
-        chain, world = self.truth[identity]
+        chain, world = self.truth[state]
         bad = self._bad.get(chain, 0)
         return bad != 0 if rank is None else bad < 0 or (bad > 0 and bad % world == rank)
 
     # -- memory ----------------------------------------------------------------------------------------------
 
-    def taken(self, identity: SnapshotId, chain: str, world: int) -> None:
+    def taken(self, state: State, chain: str, world: int) -> None:
         """A rank begins a snapshot."""
-        self.trained = max(self.trained, identity.generation)
+        identity = state.identity
+        if (identity.generation, state.mark) not in self._used:
+            self._used.add((identity.generation, state.mark))
+            self._best = self.best()
         self.taken_at.setdefault(identity, CLOCK.scheduler.now)
-        known = self.truth.setdefault(identity, (chain, world))
+        known = self.truth.setdefault(state, (chain, world))
         if known != (chain, world):
             raise Violation("one state per id", f"{identity} was taken of two states")
 
-    def segment_changed(self, path: memory.SimPath, headers: list[SnapshotId]) -> None:
+    def segment_changed(self, path: memory.SimPath, headers: list[State]) -> None:
         """The headers of a segment were written."""
         text = str(path)
         before, after = self._held.get(text, frozenset()), frozenset(headers)
         if before == after:
             return
         self._held[text] = after
+        self._segments.update(after - before)
+        self._segments.subtract(before - after)
+        if self._best not in before - after and all(self._segments[one] < self.truth[one][1] for one in after - before):
+            return  # neither is anything gone that counted, nor anything new common
         found = self.best()
-        if self._best is not None and (found is None or found < self._best):
-            raise Violation("M1", f"{self._best} was common or committed, and {found or 'nothing'} is left")
+        if self._best is not None and (found is None or found.identity < self._best.identity):
+            raise Violation(
+                "M1", f"{self._best.identity} was common or committed, and {found and found.identity} is left"
+            )
         self._best = found
 
     def memory_lost(self, prefix: str) -> None:
         """A machine is gone: nobody promised what was there alone."""
         self._held = {text: ids for text, ids in self._held.items() if not text.startswith(prefix)}
+        self._segments = Counter(one for ids in self._held.values() for one in ids)
         self._best = self.best()
 
     # -- storage ---------------------------------------------------------------------------------------------
@@ -156,6 +215,8 @@ class Rules:
             self._manifest_changed(identity, before, after)
         elif folder == "generations" and kind == "put" and before is not None and before != after:
             raise Violation("one claim per number", f"the claim {key} was written over")
+        elif folder == "intents" and kind == "put" and before is None:
+            self._may_decide(name)
         elif folder == "generations" and after is not None:
             self.begins(decode_claim(after, key, "sim"), is_on_root=True)
         elif kind == "delete" and (identity := parse_prefix(folder)) in self.committed and name.startswith("r"):
@@ -170,27 +231,51 @@ class Rules:
                 raise Violation("one committed state per id", f"MANIFEST of {identity} was replaced")
             if self.job.is_operator:
                 return
-            self.committed.add(identity)
+            known = {number: parent for number, parent in self.on_root.items() if self._is_known(number)}
+            if identity.step > self.line(max(known, default=0), known).get(identity.generation, float("inf")):
+                raise Violation("nothing that was rolled back is committed", f"{identity}")
+            self.committed[identity] = self._state_of(identity)
             self._named.add(identity)
             self.ever.add(identity)
             self._check_whole(identity)
-            self._best = max(self._best, self.best() or identity) if self._best is not None else self.best()
+            self._best = max(filter(None, (self._best, self.best())), default=None)
             self.job.committed(identity)
             return
         if was and not self.job.is_operator:
             self._may_go(identity)
             self._buried.add(identity)
-        self.committed.discard(identity)
+        self.committed.pop(identity, None)
         self._named.discard(identity)
         self._best = self.best()
+
+    def _is_known(self, number: int, after_s: float = KNOWN_AFTER_S) -> bool:
+        """Whether whoever looks at the root has seen a claim: not one that comes between a look and what follows it."""
+        return CLOCK.scheduler.now - self._claimed_s.get(number, 0.0) > after_s
+
+    def _may_decide(self, name: str) -> None:
+        """Somebody opens an intent."""
+        process = CLOCK.scheduler.process
+        record = None if process is None else self.job.nodes[process.node].directory.read_generation()
+        newest = max(filter(self._is_known, self._claims), default=0)
+        if record is not None and record.number < newest and not name.startswith("ready"):
+            raise Violation(
+                "who is fenced decides nothing", f"intent {name} of generation {record.number}, not {newest}"
+            )
+
+    def _state_of(self, identity: SnapshotId) -> State:
+        manifest = decode_manifest(self.job.bucket.objects[f"{prefix_of(*identity)}/MANIFEST"][0], rows=False)
+        return State.of(identity, manifest.token)
 
     def _check_whole(self, identity: SnapshotId | None) -> None:
         """Read a checkpoint as it lies there, and compare it with what was trained."""
         assert identity is not None
         prefix, objects = prefix_of(*identity), self.job.bucket.objects
-        if identity not in self.truth:
+        state = self.committed[identity]
+        if state not in self.truth:
             raise Violation("only what was taken is committed", f"{identity} was never taken")
-        chain, world = self.truth[identity]
+        if self._claims.get(identity.generation, state.mark) != state.mark:
+            raise Violation("one committed state per id", f"{identity} is of a generation that lost its number")
+        chain, world = self.truth[state]
         try:
             manifest = decode_manifest(objects[f"{prefix}/MANIFEST"][0])
         except FlashckptError as error:
@@ -213,11 +298,21 @@ class Rules:
     def _may_go(self, identity: SnapshotId) -> None:
         """Retention buries a checkpoint."""
         setup = self.job.setup
-        bounds = self.line(max(self.on_root, default=0), self.on_root)
+        look_s = (
+            8 * setup.latency_s * self.job.bucket.trouble.slowness
+        )  # from the last look at the claims to the tombstone
+        seen = {one: parent for one, parent in self.on_root.items() if self._is_known(one, look_s)}
+        bounds = self.line(max(seen, default=0), seen)
+        states = self.committed
         alive = sorted((one for one in self._named if one.step <= bounds.get(one.generation, -1)), reverse=True)
         if identity in alive[: max(1, setup.keep_last or len(alive))]:
             raise Violation("nothing that retention protects is deleted", f"{identity}, of {alive[:4]}")
-        if identity in [one for one in alive if not self.is_bad(one)][: max(1, setup.keep_last or len(alive))]:
+        if (
+            identity
+            in [one for one in alive if one not in states or not self.is_bad(states[one])][
+                : max(1, setup.keep_last or len(alive))
+            ]
+        ):
             raise Violation("retention keeps the newest clean checkpoints", f"{identity}, of {alive[:4]}")
         if setup.keep_every and identity.step % setup.keep_every == 0 and identity in alive:
             raise Violation("nothing that retention protects is deleted", f"{identity}: keep_every {setup.keep_every}")
@@ -232,7 +327,7 @@ class Rules:
 
     def removed_by_operator(self, identity: SnapshotId) -> None:
         """A person deleted or damaged a checkpoint."""
-        self.committed.discard(identity)
+        self.committed.pop(identity, None)
         self._best = self.best()
 
     # -- what is said ----------------------------------------------------------------------------------------
@@ -242,26 +337,43 @@ class Rules:
         if committed is not None and committed not in self.ever:
             raise Violation("only what is committed is called so", f"{committed}")
 
-    def restored(self, identity: SnapshotId | None, chain: str, *, best: SnapshotId | None, wanted: int | None) -> None:
+    def restored(
+        self,
+        state: State | None,
+        chain: str,
+        *,
+        best: State | None,
+        wanted: int | None,
+        asked: bool,
+        records: list[Generation],
+    ) -> None:
         """All ranks have restored.
 
         Args:
-            identity: What; None: they start fresh.
+            state: What; None: they start fresh.
             chain: The state that they have now.
             best: The newest that could be proved when they began.
             wanted: The step that somebody asked for.
+            asked: Whether the root has answered.
+            records: What the nodes that start know of generations.
         """
-        if identity is None:
+        if state is None:
             if best is not None:
-                raise Violation("a restore takes the newest", f"a fresh start, although {best} is there")
+                raise Violation("a restore takes the newest", f"a fresh start, although {best.identity} is there")
             return
-        if self.truth[identity][0] != chain:
+        identity = state.identity
+        if self.truth[state][0] != chain:
             raise Violation("what is restored is what was trained", f"{identity}")
         if wanted is not None:
             return
-        if not self.is_on_line(identity, self.trained):
+        known = self._claims | {one.number: mark_of(one.token) for one in records}
+        newest = max(known, default=0)
+        line = self._ancestors(newest, known.get(newest, 0), known)
+        if identity.step > self.line(newest, line).get(identity.generation, -1):
             raise Violation("nothing that was rolled back is restored", f"{identity}")
-        if best is not None and self.is_bad(identity) and not self.is_bad(best):
-            raise Violation("a restore prefers what is clean", f"{identity}, although {best} is there")
-        if best is not None and identity < best and not self.is_bad(best):
-            raise Violation("a restore takes the newest", f"{identity}, although {best} is there")
+        if asked and best is not None and identity.generation > max(self.parents, default=0):
+            raise Violation("nothing that others went on without is restored", f"{identity}, not {best.identity}")
+        if best is not None and self.is_bad(state) and not self.is_bad(best):
+            raise Violation("a restore prefers what is clean", f"{identity}, although {best.identity} is there")
+        if best is not None and identity < best.identity and not self.is_bad(best):
+            raise Violation("a restore takes the newest", f"{identity}, although {best.identity} is there")

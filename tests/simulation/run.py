@@ -8,6 +8,7 @@ from random import Random
 from typing import Any
 
 from flashckpt.checkpoint.retention import Policy
+from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister.housekeeping import sweep_root
 from flashckpt.errors import FlashckptError
 from flashckpt.shm.job_directory import JobDirectory
@@ -15,8 +16,10 @@ from flashckpt.shm.segment import Segment
 from simulation import memory, seams
 from simulation.clock import CLOCK, Process
 from simulation.job import Job, Setup
+from simulation.machines import Node
 from simulation.plan import KINDS, Fault, draw
 from simulation.rules import Violation
+from simulation.states import State
 from simulation.storage import SimStore, Trouble
 
 _current: list[Job] = []
@@ -89,7 +92,7 @@ def _watched(method: Any) -> Any:
     def call(self: Segment, *arguments: Any) -> Any:
         answer = method(self, *arguments)
         path: Any = self.path
-        headers = [header.identity for header in self.headers() if header.is_complete] if path.exists() else []
+        headers = [State(h.identity, h.mark) for h in self.headers() if h.is_complete] if path.exists() else []
         _current[0].rules.segment_changed(path, headers)
         return answer
 
@@ -147,10 +150,13 @@ def _break(job: Job, fault: Fault) -> None:
 def _calm(job: Job) -> None:
     """From here on nothing goes wrong any more."""
     job.say("world", "no more faults")
+    job.calm_s, job.calm_step, job.calm_steps = CLOCK.scheduler.now, job.step, job.counts["steps"]
     for name, value in vars(Trouble()).items():
         setattr(job.bucket.trouble, name, value)
     job.cut_off.clear()
     job.mute.clear()
+    job.deaf.clear()
+    job.echoes = 0.0
     for process in job.processes:
         CLOCK.scheduler.pause(process, 0.0)
         process.deadly_in = None
@@ -168,6 +174,16 @@ def _is_lively(job: Job) -> bool:
     )
 
 
+def _forgotten_pins(node: Node) -> list[SnapshotId]:
+    """Return what a persister holds pinned, and neither persists nor proposes."""
+    daemon = node.daemon
+    if node.persister is None or not node.persister.alive or daemon is None or daemon.persisting is None:
+        return []
+    machine = daemon.persisting.negotiation
+    used = {machine.candidate, None if machine.persist is None else machine.persist.intent.identity}
+    return sorted(one for one in daemon.persisting._pins if one not in used)
+
+
 def _leaks(job: Job) -> None:
     """Nothing is held for ever."""
     for folder, files in memory.FILES.folders.items():
@@ -178,6 +194,9 @@ def _leaks(job: Job) -> None:
                 pinned = [byte for byte, holders in file.locks.items() if byte and holders]
                 if len(pinned) > 2:
                     raise Violation("no pin is held for ever", f"{folder}/{name}: {len(pinned)} slots")
+    if extra := [one for node in job.nodes for one in _forgotten_pins(node)]:
+        raise Violation("no pin is held for ever", f"{extra}, which nobody persists")
+    job.is_over = True
     for process in list(job.processes):
         process.on_death.clear()  # nobody starts anything any more
         CLOCK.scheduler.kill(process)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from simulation.mutants import MUTANTS, mutated
+from simulation.mutants import DEFENDED, MUTANTS, mutated
 
 
 def in_a_child(work: Callable[[], Any]) -> Any:
@@ -33,6 +33,7 @@ def in_a_child(work: Callable[[], Any]) -> Any:
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_every_planted_bug_has_its_place(mutant: Any) -> None:
     assert len(MUTANTS) >= 40
+    assert DEFENDED.keys() < {one.name for one in MUTANTS}
     compile(mutated(mutant), mutant.file, "exec")
 
 
@@ -79,3 +80,21 @@ def _named() -> Any:
 
 def test_what_seeds_once_broke_holds() -> None:
     assert set(in_a_child(_named)) == {""}
+
+
+def _reported() -> Any:
+    from simulation.reports import REPORTS
+    from simulation.run import simulate
+
+    found = [(one, simulate(7, one.setup, one.faults)) for one in REPORTS]
+    return {
+        one.name: outcome.problem
+        or [what for what, least in one.least.items() if outcome.counts.get(what, 0) < least]
+        or ("" if any(one.told in f"{who} {what}" for _, who, what in outcome.story) else f"no word of {one.told!r}")
+        for one, outcome in found
+    }
+
+
+def test_what_was_reported_of_other_systems_does_no_harm_here() -> None:
+    found = in_a_child(_reported)
+    assert found == dict.fromkeys(found, "")

@@ -116,7 +116,7 @@ def coordination(
     names_indexes = is_ranged and ranks * rows * ROW_BYTES >= INDEXED_FROM
     commit_s += ranks * (COMMIT_CPU_S + (INDEXED_ROW_CPU_S if names_indexes else ROW_CPU_S) * rows)
     of_rows = ranks * ((RANGED_BYTES if is_ranged else RANK_BYTES) + ROW_BYTES * rows)
-    retention = 2 * pages + 18
+    retention = 2 * pages + 19
     total = decided + objects + _waiting(nodes, ranks, pages, commit_s) + commit + retention
     return Coordination(
         look_requests=look if nodes > 1 else 0,

@@ -209,6 +209,25 @@ def test_checkpoints_that_a_later_generation_left_behind_go_first(store: Store) 
     assert [i.identity for i in list_checkpoints(store)] == [(2, 15), (1, 10)]
 
 
+def test_generation_that_begins_while_retention_works_keeps_what_it_began_with(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(store, 10, 20)
+    assert claim_generation(store, Generation(number=1, token="a", parent=None))
+    back = Generation(number=2, token="b", parent=SnapshotId(1, 10))
+    points = iter(["persist.after-claim"])
+
+    def between(name: str) -> None:
+        if name == "persist.after-claim" and next(points, None):
+            assert claim_generation(store, back)
+
+    monkeypatch.setattr("flashckpt.checkpoint.retention.crash_point", between)
+    assert prune(store, Policy(keep_last=1)).checkpoints == ()
+    assert steps_of(store) == [10, 20]
+    assert store.list("keep/") == [], "it may be marked again"
+    assert prune(store, Policy(keep_last=1)).checkpoints == (prefix_of(1, 20),)
+
+
 def test_reader_holds_its_checkpoint_against_retention_until_it_lets_go(store: Store) -> None:
     make(store, 10, 20, 30)
     with reading(store, prefix_of(1, 10), seconds=2.0) as manifest:

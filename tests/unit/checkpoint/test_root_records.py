@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.slots import make_pin, shard
 
 from flashckpt.checkpoint.catalog import list_checkpoints, newest_checkpoint, read_root
-from flashckpt.checkpoint.generations import claim_generation, read_generations
+from flashckpt.checkpoint.generations import check_fence, claim_generation, claimed_token, read_generations
 from flashckpt.checkpoint.intents import list_intents, put_intent
 from flashckpt.checkpoint.retention import ReadLease, leased_prefixes
 from flashckpt.checkpoint.root_records import prefix_of
 from flashckpt.checkpoint.writer import commit, persist_slot
 from flashckpt.core.intent import Intent
-from flashckpt.core.lineage import Generation
+from flashckpt.core.lineage import Generation, mark_of
+from flashckpt.core.manifest import decode_manifest, encode_manifest
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.errors import DamagedError
+from flashckpt.errors import DamagedError, FencedError, PersistError
+from flashckpt.planning.packs import index_name
 from flashckpt.storage.factory import open_store
 from flashckpt.storage.store import Store
 
@@ -53,6 +56,27 @@ def test_no_flipped_bit_of_a_claim_chooses_another_checkpoint(store: Store) -> N
         store.put(key, good)
     store.put("generations/000002", flipped(good, 500))
     assert "is damaged" in read_root(store.url, {}).error, "a cold start reports it, and does not start over"
+
+
+def test_a_generation_that_others_went_on_without_claims_nothing_late(store: Store) -> None:
+    """It began from memory, behind one that was not claimed either; others have claimed that number since."""
+    late = Generation(number=3, token="c", parent=SnapshotId(1, 35), world_size=1, line=(mark_of("x"),))
+    with pytest.raises(FencedError, match="generation 2") as caught:
+        check_fence(store, late)
+    assert [claim.number for claim in read_generations(store)] == [1, 2], caught.value
+    check_fence(store, replace(late, line=(mark_of("b" * 16), mark_of("a"))))
+    assert [claim.line for claim in read_generations(store)] == [(), (), ()], "a claim does not say it"
+
+
+def test_an_index_of_another_run_that_has_the_same_number_is_not_committed(store: Store) -> None:
+    pin = make_pin([shard("w", (400,))], step=40, generation=2)
+    persist_slot(pin, store, prefix_of(2, 40))
+    index = decode_manifest(store.get(f"{prefix_of(2, 40)}/{index_name(0)}"))
+    store.put(f"{prefix_of(2, 40)}/{index_name(0)}", encode_manifest(replace(index, token="x")))
+    with pytest.raises(PersistError, match="another run"):
+        commit(store, prefix_of(2, 40), [0], token=claimed_token(store, 2))
+    assert claimed_token(store, 9) == ""
+    assert commit(store, prefix_of(2, 40), [0], token=claimed_token(store, 9))
 
 
 def test_a_claim_under_another_name_is_damaged(store: Store) -> None:

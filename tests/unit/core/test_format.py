@@ -27,7 +27,7 @@ from flashckpt.core import superblock
 from flashckpt.core.digest import chunk_digests, digest
 from flashckpt.core.figures import TensorFigures
 from flashckpt.core.intent import Intent, NodeProposal
-from flashckpt.core.lineage import Generation
+from flashckpt.core.lineage import Generation, mark_of
 from flashckpt.core.manifest import Manifest, ShardTable, cover, decode_manifest, encode_manifest, header_of, merge
 from flashckpt.core.manifest_header import HEAD_BYTES, decode_manifest_header
 from flashckpt.core.outline import encode_outline, outline_of
@@ -36,7 +36,7 @@ from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.core.spread import IndexEntry, Spread, decode_spread, encode_spread
 from flashckpt.core.superblock import SegmentSpec, SlotHeader, SlotState, Superblock
 from flashckpt.core.values import concatenate, cut
-from flashckpt.errors import DamagedError, FormatVersionError
+from flashckpt.errors import DamagedError, DisagreementError, FormatVersionError
 from flashckpt.shm import control, segment_file
 from flashckpt.shm.acks import GroupAcks, decode_group, encode_group
 from flashckpt.shm.control import Control, RankAcks
@@ -323,6 +323,30 @@ def test_figures_are_read_and_a_reader_without_them_ignores_them() -> None:
     assert raw[8:12] == (V1_1 / "merged-manifest").read_bytes()[8:12]
     assert decode_manifest_header(raw[:HEAD_BYTES], len(raw)) == header_of(whole)
     assert header_of(whole).suspects == 1
+
+
+def with_token() -> dict[str, bytes]:
+    """A slot that says of which of the generations with its number it is: its header, its manifest."""
+    return {
+        "marked-header": superblock.encode_header(replace(HEADERS[0], mark=mark_of("t0k"))),
+        "slot-with-token": encode_manifest(replace(manifest(1), token="t0k")),
+    }
+
+
+@pytest.mark.parametrize("name", with_token())
+def test_tokens_are_written_as_they_always_were(name: str) -> None:
+    assert with_token()[name] == (V1_3 / name).read_bytes()
+
+
+def test_tokens_are_read_and_manifests_of_different_ones_do_not_make_one_checkpoint() -> None:
+    assert superblock.decode_header((V1_3 / "marked-header").read_bytes()) == replace(HEADERS[0], mark=mark_of("t0k"))
+    slot = decode_manifest((V1_3 / "slot-with-token").read_bytes())
+    assert (slot.token, decode_manifest((V1 / "slot-manifest").read_bytes()).token) == ("t0k", "")
+    first = replace(manifest(0, objects=("r00000.p0.fck",)), token="t0k")
+    second = manifest(1, objects=("r00001.p0.fck",))
+    assert merge([first, replace(second, token="t0k")]).token == "t0k"
+    with pytest.raises(DisagreementError, match="different snapshots"):
+        merge([first, replace(second, token="other")])
 
 
 def test_any_flipped_bit_of_a_summary_is_found_and_a_wrong_size_too() -> None:

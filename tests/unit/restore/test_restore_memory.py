@@ -7,6 +7,7 @@ import itertools
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,12 @@ from support.memory_tier import FakeJob, FakeRank, split
 
 from flashckpt import faults
 from flashckpt.checkpoint.catalog import list_checkpoints, read_manifest
+from flashckpt.core.lineage import Generation
 from flashckpt.core.shard import Shard
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, ShardGapError
+from flashckpt.planning.selection import Candidates
+from flashckpt.restore import gather
 from flashckpt.restore.candidate_sources import open_memory
 from flashckpt.restore.executor import RestoreCounts, Target, execute_reads
 from flashckpt.restore.sources import MemorySource, Source, StorageSource
@@ -189,6 +193,25 @@ def test_flipped_bit_that_a_strided_read_does_not_need_is_found_all_the_same(job
     shard = Shard(fqn="w", dtype="float32", global_shape=(3000, 1000), offsets=(0, 0), lengths=(3000, 10))
     with sources_of(job) as sources, pytest.raises(DamagedError, match="bytes 0 to 1048576"):
         restored([shard], sources)
+
+
+@pytest.mark.parametrize("way", [0, 1], ids=["its number is another's", "the root alone knows that it was rolled back"])
+def test_slots_that_no_longer_count_are_emptied_though_nothing_was_restored(job: FakeJob, way: int) -> None:
+    job.step(10)
+    held = list(gather._slots(job.directory))
+    for rank in job.ranks:
+        rank.segment.close()
+    record = Generation(number=3, world_size=job.world)
+    found = Candidates(found=(), next_generation=3, lineage=(), lost=frozenset({(1, 7)}))
+    for number in range(job.world):
+        gather.begin(job.directory, record, rank=number, ranks=range(job.world), own=None, found=found)
+    assert list(gather._slots(job.directory)) == held != []
+    ways = (
+        replace(found, lost=frozenset({(1, 0)})),
+        replace(found, lineage=(Generation(number=2, parent=SnapshotId(1, 9)),)),
+    )
+    gather.begin(job.directory, record, rank=0, ranks=[0], own=None, found=ways[way])
+    assert list(gather._slots(job.directory)) == []
 
 
 def test_snapshot_abandoned_while_it_is_read_is_replaced_by_storage(job: FakeJob) -> None:

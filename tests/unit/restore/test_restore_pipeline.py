@@ -16,14 +16,14 @@ from torch import nn
 from unit.planning.test_directory import box, manifest
 
 from flashckpt import Checkpointer, collectives
-from flashckpt.core.lineage import Generation
+from flashckpt.core.lineage import Generation, mark_of
 from flashckpt.core.shard import Shard
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, DisagreementError, TensorMismatchError, UnsupportedStateError
 from flashckpt.native import LEVEL_VARIABLE, levels
 from flashckpt.planning.box_match import has_same_regions
-from flashckpt.planning.inventory import HeldSlot, Inventory, Member
+from flashckpt.planning.inventory import HeldSlot, Inventory, Member, memory_is_current
 from flashckpt.planning.selection import RootSummary, select, slot_locations
 from flashckpt.restore import candidate, candidate_restore, live_memory
 from flashckpt.restore.absent_state import absent_state
@@ -319,6 +319,58 @@ def test_what_was_rolled_back_is_not_selected_unless_it_is_asked_for() -> None:
     assert [c.identity.step for c in select(inventories, root).found] == [20]
     assert [c.identity.step for c in select(inventories, root, step=30).found] == [30]
     assert select(inventories, root).next_generation == 3
+
+
+# A number that was never claimed on the root is taken again where nobody who knew of it can be reached: two states of one id.
+
+
+def marked(rank: int, step: int, token: str) -> HeldSlot:
+    return slot(rank, step, generation=2)._replace(parent=SnapshotId(1, 4), mark=mark_of(token))
+
+
+@pytest.mark.parametrize("claimed", ["late", ""])
+def test_states_of_two_generations_with_one_number_do_not_mix(claimed: str) -> None:
+    inventories = [
+        node("a", marked(0, 9, "early"), marked(1, 10, "early"), marked(0, 10, "early")),
+        node("b", marked(1, 9, "late"), marked(1, 11, "late"), marked(0, 8, "late"), marked(1, 8, "late")),
+    ]
+    inventories = [replace(Inventory.unpack(one.pack()), restart=int(one.node == "b")) for one in inventories]
+    claims = (Generation(number=2, token=claimed, parent=SnapshotId(1, 4)),) if claimed else ()
+    found = select(inventories, RootSummary(claims=claims))
+    assert not memory_is_current(inventories), "the root is asked which one counts"
+    assert [c.identity.step for c in found.found if c.is_common] == [8]
+    assert {c.mark for c in found.found} == {mark_of("late")}
+    assert found.lost == {(2, mark_of("early"))}
+
+
+def test_the_claim_that_others_continued_from_counts_and_one_of_which_nothing_came_hides_nothing() -> None:
+    both = node("a", marked(0, 9, "early"), marked(1, 9, "early"))
+    for parent, steps in ((SnapshotId(1, 4), []), (None, [9])):
+        root = RootSummary(claims=(Generation(number=2, token="late", parent=parent),))
+        assert [c.identity.step for c in select([both], root).found] == steps
+    root = RootSummary(claims=(Generation(number=2, token="late"),), committed=(SnapshotId(2, 7),), prefixes=("p",))
+    assert [c.identity.step for c in select([both], root).found] == [7]
+
+
+def test_what_others_went_on_without_is_lost_and_a_line_goes_back_to_what_is_known_to_be_claimed() -> None:
+    third = Generation(number=3, token="third", parent=SnapshotId(2, 9), line=(mark_of("early"),))
+    held = [slot(rank, 12, generation=3)._replace(parent=SnapshotId(2, 9), mark=mark_of("third")) for rank in (0, 1)]
+    both = Inventory.unpack(replace(node("a", *held), generation=third).pack())
+    claims = [Generation(number=2, token="late", parent=SnapshotId(1, 4))]
+    root = RootSummary(claims=tuple(claims), committed=(SnapshotId(2, 7),), prefixes=("p",))
+    found = select([both], root)
+    assert [c.identity for c in found.found] == [(2, 7)]
+    assert found.lost == {(3, mark_of("third"))}
+    found = select([both], replace(root, claims=(replace(claims[0], token="early"),)))
+    assert [c.identity.step for c in found.found] == [12, 7], "it was claimed late, by the same run"
+    assert found.line == (mark_of("third"), mark_of("early"))
+    assert select([replace(both, generation=replace(third, claimed=True))], RootSummary()).line == ()
+
+
+def test_slots_without_a_token_are_of_whichever_generation_counts() -> None:
+    old = node("a", slot(0, 9, generation=2), marked(1, 9, "early"))
+    assert [c.is_common for c in select([old], RootSummary()).found] == [True]
+    assert memory_is_current([replace(old, restart=1)])
 
 
 def test_an_inventory_is_what_was_packed() -> None:
