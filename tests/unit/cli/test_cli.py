@@ -26,12 +26,14 @@ from flashckpt.checkpoint import indexes
 from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.checkpoint.generations import claim_generation
 from flashckpt.checkpoint.history import SessionRecord, write_session
+from flashckpt.cli import ls as ls_command
 from flashckpt.cli import main as cli
 from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister.service import Daemon
 from flashckpt.daemon.persister.timeouts import DaemonTimeouts
 from flashckpt.native import IMPLEMENTATIONS, implementation
+from flashckpt.shm import inventory
 from flashckpt.shm.control import Control
 from flashckpt.shm.job_directory import DaemonStatus
 from flashckpt.storage.factory import open_store
@@ -81,6 +83,21 @@ def test_ls_shows_storage_and_memory_newest_first(job: FakeJob, capsys: Captured
     assert code == 0
     assert "committed" in out
     assert out.splitlines()[0].split()[:4] == ["STEP", "GEN", "TIER", "STATE"]
+
+
+def test_ls_while_a_job_ends_and_its_memory_goes(
+    job: FakeJob, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def then_gone(*found: Any) -> Any:
+        view = inventory.scan(*found)
+        for one in view.slots:
+            one.path.unlink(missing_ok=True)
+        return view
+
+    monkeypatch.setattr(ls_command, "scan", then_gone)
+    code, document = run_json("ls", job.root, capsys=capsys)
+    assert code == 0
+    assert [row["step"] for row in document["checkpoints"] if row["tier"] == "storage"] == [20, 10]
 
 
 def test_ls_marks_abandoned_unfinished_and_kept(job: FakeJob, capsys: Captured) -> None:
