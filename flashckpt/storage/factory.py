@@ -28,7 +28,7 @@ _KINDS: dict[str, tuple[Callable[[Any], object], str]] = {
     "retries": (lambda value: 1 / max(int(value), 0), "a number from 1"),
     "timeout_s": (lambda value: 1 / max(float(value), 0), "seconds, above 0"),
 }  # fmt: skip
-"""What fails for a value that an option of s3:// cannot have, and what it can."""
+"""By option of s3:// a use that fails for a value of another kind, and the right kind in words."""
 _COMMON = ("file", "s3", "s3a", "gs", "gcs", "az", "abfs", "memory")
 """Protocols that are known without importing fsspec, and that no plug-in takes over."""
 
