@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from flashckpt.checkpoint.catalog import CheckpointInfo, list_checkpoints
 from flashckpt.checkpoint.choice import choose_checkpoint
@@ -59,6 +60,11 @@ def complete_job(context: click.Context, parameter: click.Parameter, begun: str)
     """Complete the id of a job by those in this machine's memory."""
     del context, parameter
     return [one.job for one in jobs_in_memory()[0] if one.job.startswith(begun)]
+
+
+def complete_source(context: click.Context, parameter: click.Parameter, begun: str) -> list[str] | list[CompletionItem]:
+    """Complete the id of a job, or where none begins so, have the shell complete a path."""
+    return complete_job(context, parameter, begun) or [CompletionItem(begun, type="file")]
 
 
 def json_option(function: Function) -> Function:

@@ -466,6 +466,26 @@ def test_shell_completion_completes_commands(capsys: Captured, monkeypatch: pyte
     assert run(capsys=capsys)[1].split() == ["plain,inspect"]
 
 
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("keep ROOT ", ["plain,20", "plain,10"]),
+        ("verify ROOT --step 1", ["plain,10"]),
+        ("keep nowhere ", []),
+        ("persist fa", ["plain,fake"]),
+        ("gc --job fa", ["plain,fake"]),
+        ("top ./ro", ["file,./ro"]),
+    ],
+)
+def test_shell_completion_knows_steps_of_a_root_jobs_and_paths(
+    job: FakeJob, capsys: Captured, monkeypatch: pytest.MonkeyPatch, words: str, found: list[str]
+) -> None:
+    monkeypatch.setenv("_FLASHCKPT_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", f"flashckpt {words}".replace("ROOT", job.root))
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split(" "))))
+    assert run(capsys=capsys)[1].split() == found
+
+
 def test_a_checkpoint_of_a_newer_format_is_called_that_and_not_damaged(job: FakeJob, capsys: Captured) -> None:
     manifest = Path(job.root) / "step-000000020.g1/MANIFEST"
     raw = bytearray(manifest.read_bytes())
