@@ -52,15 +52,25 @@ _has_warned = False
 
 _OF_OTHER_PLACE = re.compile(
     r"<Code>(PermanentRedirect|TemporaryRedirect|IllegalLocationConstraintException)|Malformed</Code>.*region|redirect without LOCATION"
-    r"|status code: 30[178]|performing HEAD .*status code: 400|<Code>InvalidRequest</Code>.*(Content-MD5|x-amz-(sdk-)?checksum)",
+    r"|status code: 30[178]|<Code>InvalidRequest</Code>.*(Content-MD5|x-amz-(sdk-)?checksum)",
     re.DOTALL | re.IGNORECASE,
 )
 """Answers to which botocore sends other requests: to the region of the bucket, or with a checksum."""
+_HEAD_REFUSED = re.compile(r"performing HEAD .*status code: 400", re.DOTALL)
+"""One that has no body to say why: another region, or keys that have expired."""
 _P, _R = ParamSpec("_P"), TypeVar("_R")
 
 
 class _OnlyByS3fsError(Exception):
-    """An answer that obstore can do nothing with."""
+    """An answer that obstore can do nothing with.
+
+    Args:
+        stays: It will be the same for the next request.
+    """
+
+    def __init__(self, *, stays: bool) -> None:
+        super().__init__()
+        self.stays = stays
 
 
 def _or_by_s3fs(
@@ -74,8 +84,9 @@ def _or_by_s3fs(
         if (client := self._client()) is not None:
             try:
                 return method(self, client, *args, **kwargs)
-            except _OnlyByS3fsError:
-                self._is_left = True
+            except _OnlyByS3fsError as error:
+                self._is_left = error.stays
+            if self._is_left:
                 say_once("%s is in another region than configured, or wants checksums: it goes through s3fs", self.url)
         result: _R = by_s3fs(self, *args, **kwargs)
         return result
@@ -284,8 +295,10 @@ class ObstoreStore(S3Store):
         except FlashckptError:
             raise
         except (BaseError, OSError) as error:
-            if _OF_OTHER_PLACE.search(str(error).partition("\n\nDebug source")[0]):
-                raise _OnlyByS3fsError from error
+            text = str(error).partition("\n\nDebug source")[0]
+            stays = _OF_OTHER_PLACE.search(text) is not None
+            if stays or _HEAD_REFUSED.search(text):
+                raise _OnlyByS3fsError(stays=stays) from error
             if any(code in str(error) for code in STALE):
                 self._obstore = None  # the next request asks for credentials again
             raise _translate(error, self.url, self.bucket, key) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -228,11 +229,14 @@ def test_keys_that_were_replaced_in_their_file_are_read_again(
     store.put("a", b"1")
     config.setattr(stub, "expired", {"old"})
     file.write_text("[default]\naws_access_key_id = new\naws_secret_access_key = s\n")
+    with contextlib.suppress(RootError):  # to HEAD there is no answer that says why
+        store.head("a")
     with pytest.raises(RootError, match="ExpiredToken"):
         store.put("a", b"2")
     store.put("a", b"2")
     assert store.get("a") == b"2"
     assert stub.asked[-1].key == "new"
+    assert client == "s3fs" or getattr(store, "_obstore", None) is not None
     store.close()
 
 
