@@ -307,11 +307,11 @@ class ObstoreStore(S3Store):
 class CredentialChain:
     """Gives obstore the keys of the options, else what botocore's chain finds: environment, profiles, SSO, instance roles.
 
-    Asked again after `REFRESH_S` seconds, or when they expire before, so that expired or rotated credentials are
-    replaced while the daemon runs.
+    Asked again after five minutes, or when they expire before, so that expired or rotated credentials are replaced while
+    the daemon runs: obstore renews what ends within five minutes, at every request.
     """
 
-    REFRESH_S = 300.0
+    REFRESH_S = 600.0
 
     def __init__(self, url: str, given: Mapping[str, Any] | None = None) -> None:
         self._url = url

@@ -20,7 +20,7 @@ from flashckpt.errors import ConfigError, RootError
 from flashckpt.storage.factory import open_in_rank, open_store, place_of
 from flashckpt.storage.s3 import S3Store
 from flashckpt.storage.s3_address import address_of
-from flashckpt.stores.obstore_store import ObstoreStore
+from flashckpt.stores.obstore_store import CredentialChain, ObstoreStore
 
 CLIENTS = ("s3fs", "obstore")
 HERE, OTHER = "http://private.example", "http://other.example"
@@ -268,6 +268,20 @@ def test_keys_that_expire_are_asked_for_again_before_a_request_fails(
     if client == "obstore":
         assert isinstance(store, ObstoreStore)
         assert store._obstore is not None
+    store.close()
+
+
+def test_keys_that_hold_for_long_are_not_asked_for_at_every_request(config: pytest.MonkeyPatch, stub: Stub) -> None:
+    """A process of the profile or a request to a service gives them."""
+    config.setattr(stub, "expired", set())
+    asked: list[object] = []
+    give = CredentialChain.__call__
+    config.setattr(CredentialChain, "__call__", lambda self: asked.append(self) or give(self))
+    for name, value in KEYS.items():
+        config.setenv(name, value)
+    store = open_store("s3://bucket/run", backend="obstore", endpoint_url=stub.endpoint)
+    wait_for(lambda: store.put("a", b"x") or len(stub.asked) >= 50, what="many requests")
+    assert len(asked) == 1
     store.close()
 
 
