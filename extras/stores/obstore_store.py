@@ -58,7 +58,8 @@ _OF_OTHER_PLACE = re.compile(
 """Answers to which botocore sends other requests: to the region of the bucket, or with a checksum."""
 _HEAD_REFUSED = re.compile(r"performing HEAD .*status code: 400", re.DOTALL)
 """One that has no body to say why: another region, or keys that have expired."""
-_P, _R = ParamSpec("_P"), TypeVar("_R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 class _OnlyByS3fsError(Exception):
@@ -80,7 +81,7 @@ def _or_by_s3fs(
     by_s3fs = getattr(S3Store, method.__name__)
 
     @functools.wraps(method)
-    def call(self: ObstoreStore, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def call(self: ObstoreStore, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         if (client := self._client()) is not None:
             try:
                 return method(self, client, *args, **kwargs)
