@@ -18,7 +18,7 @@ else:
 
 PROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
 EXTRAS = ("fast", "trainer", "data", "tokenizers")
-_REQUIREMENT = re.compile(r"([A-Za-z0-9-]+)>=([0-9.]+)(?:;.*)?")
+_REQUIREMENT = re.compile(r"([A-Za-z0-9-]+)>=([0-9.]+)(?:,!=[0-9.]+)*(?:;.*)?")
 
 
 def lowest() -> dict[str, str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from flashckpt.cli.common import Command, complete_job, job_named, json_option, show
+from flashckpt.cli.common import Command, complete_source, job_named, json_option, show
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import NoCheckpointError, PersistError
 from flashckpt.shm.inventory import scan
@@ -18,7 +18,7 @@ REQUEST = "persist-now"
 
 
 @click.command(cls=Command)
-@click.argument("name", metavar="JOB|ROOT", shell_complete=complete_job)
+@click.argument("name", metavar="JOB|ROOT", shell_complete=complete_source)
 @click.option("--timeout", type=click.FloatRange(min=0), metavar="SECONDS", help="  [default: as long as it takes]")
 @json_option
 def persist(*, name: str, timeout: float | None, as_json: bool) -> None:

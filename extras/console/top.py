@@ -19,7 +19,16 @@ from rich.live import Live
 from rich.text import Text
 
 from flashckpt.checkpoint.series import Points
-from flashckpt.cli.common import Command, age_of, complete_job, console, human_age, human_bytes, json_option, new_table
+from flashckpt.cli.common import (
+    Command,
+    age_of,
+    complete_source,
+    console,
+    human_age,
+    human_bytes,
+    json_option,
+    new_table,
+)
 from flashckpt.cli.output import FittingTable
 from flashckpt.cli.status_page import block
 from flashckpt.dashboard.gather import PageSource
@@ -40,7 +49,7 @@ _LEAVE = "qQ\x03\x04\x1b"
 
 
 @click.command(cls=Command)
-@click.argument("source", metavar="ROOT|JOB", shell_complete=complete_job)
+@click.argument("source", metavar="ROOT|JOB", shell_complete=complete_source)
 @click.option("-o", "options", metavar="KEY=VALUE", multiple=True, help="Storage option of ROOT.")
 @json_option
 def top(*, source: str, options: tuple[str, ...], as_json: bool) -> None:

@@ -10,7 +10,7 @@ import click
 
 from flashckpt.checkpoint.catalog import newest_checkpoint
 from flashckpt.checkpoint.history import ENDED
-from flashckpt.cli.common import Command, age_of, complete_job, json_option
+from flashckpt.cli.common import Command, age_of, complete_source, json_option
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.dashboard.gather import PageSource, ranks
 from flashckpt.errors import FlashckptError
@@ -45,7 +45,7 @@ class WatchedJob(NamedTuple):
 
 
 @click.command(cls=Command)
-@click.argument("source", metavar="ROOT|JOB", shell_complete=complete_job)
+@click.argument("source", metavar="ROOT|JOB", shell_complete=complete_source)
 @click.option("-o", "options", metavar="KEY=VALUE", multiple=True, help="Storage option of ROOT.")
 @click.option("--commit", "wants_commit", is_flag=True, help="Until another checkpoint than now is committed.")
 @click.option(

@@ -55,8 +55,8 @@ def import_(
 ) -> None:
     """Make a checkpoint of ROOT from PATH: a .safetensors file, a Hugging Face folder, a torch.save file, a dcp folder.
 
-    Or a checkpoint of Hugging Face's Trainer, Accelerate, PEFT, Lightning, DeepSpeed (universal) or Megatron (torch_dist).
-    Nothing is unpickled but tensors and plain values. ROOT may be new; the checkpoint becomes its newest.
+    Or a folder of torch_checkpointing, or a checkpoint of Hugging Face's Trainer, Accelerate, PEFT, Lightning, DeepSpeed
+    (universal) or Megatron (torch_dist). Nothing is unpickled but tensors and plain values. ROOT may be new; the checkpoint becomes its newest.
     Checkpointer tracks a model as model.*: weights without that prefix get it by --rename =model.; those of frameworks
     have it. The optimizers of Trainer and Lightning number their parameters: where the order of the model does not say
     for certain which is which, --parameters does.

@@ -15,7 +15,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from flashckpt.storage.direct_io import extents
 from flashckpt.storage.s3 import S3Store
 from flashckpt.storage.s3_address import GIVEN_CREDENTIALS, client_arguments
 from flashckpt.storage.s3_errors import STALE, no_credentials, request_error
+from flashckpt.storage.s3_session import say_once, split_s3
 from flashckpt.storage.store import (
     PART_BYTES,
     PARTS_IN_FLIGHT,
@@ -49,6 +50,51 @@ _first_pid = 0
 _has_warned = False
 
 
+_OF_OTHER_PLACE = re.compile(
+    r"<Code>(PermanentRedirect|TemporaryRedirect|IllegalLocationConstraintException)|Malformed</Code>.*region|redirect without LOCATION"
+    r"|status code: 30[178]|<Code>InvalidRequest</Code>.*(Content-MD5|x-amz-(sdk-)?checksum)",
+    re.DOTALL | re.IGNORECASE,
+)
+"""Answers to which botocore sends other requests: to the region of the bucket, or with a checksum."""
+_HEAD_REFUSED = re.compile(r"performing HEAD .*status code: 400", re.DOTALL)
+"""One that has no body to say why: another region, or keys that have expired."""
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class _OnlyByS3fsError(Exception):
+    """An answer that obstore can do nothing with.
+
+    Args:
+        stays: It will be the same for the next request.
+    """
+
+    def __init__(self, *, stays: bool) -> None:
+        super().__init__()
+        self.stays = stays
+
+
+def _or_by_s3fs(
+    method: Callable[Concatenate[ObstoreStore, Any, _P], _R],
+) -> Callable[Concatenate[ObstoreStore, _P], _R]:
+    """Give a method obstore's client; where there is none to use, or an answer needs s3fs, call that of S3Store."""
+    by_s3fs = getattr(S3Store, method.__name__)
+
+    @functools.wraps(method)
+    def call(self: ObstoreStore, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if (client := self._client()) is not None:
+            try:
+                return method(self, client, *args, **kwargs)
+            except _OnlyByS3fsError as error:
+                self._is_left = error.stays
+            if self._is_left:
+                say_once("%s is in another region than configured, or wants checksums: it goes through s3fs", self.url)
+        result: _R = by_s3fs(self, *args, **kwargs)
+        return result
+
+    return call
+
+
 def is_usable(options: dict[str, Any]) -> bool:
     """Return whether obstore is installed, not forked away, and understands all of `options`."""
     known = set(options) <= _OPTIONS and set(options.get("client_kwargs") or {}) <= _CLIENT_OPTIONS
@@ -57,8 +103,10 @@ def is_usable(options: dict[str, Any]) -> bool:
 
 
 def open_usable(url: str, options: dict[str, Any]) -> ObstoreStore | None:
-    """Return the store of a root; None where `is_usable` says no."""
-    return ObstoreStore(url, options) if is_usable(options) else None
+    """Return the store of a root; None where obstore cannot be used."""
+    prefix = split_s3(url)[1]
+    is_path = not prefix or {"", ".", ".."}.isdisjoint(prefix.split("/"))  # obstore takes no other prefix
+    return ObstoreStore(url, options) if is_path and is_usable(options) else None
 
 
 class ObstoreStore(S3Store):
@@ -67,13 +115,12 @@ class ObstoreStore(S3Store):
     def __init__(self, url: str, options: dict[str, Any]) -> None:
         super().__init__(url, options)
         self._obstore: Any = None
+        self._is_left = False  # for s3fs
 
-    def put(self, key: str, data: bytes) -> None:
+    @_or_by_s3fs
+    def put(self, store: Any, key: str, data: bytes) -> None:
         """Publish a small object by one PUT."""
-        if (store := self._client()) is None:
-            return super().put(key, data)
         self._do(key, lambda obs: self._put_small(obs, store, key, bytes(data)))
-        return None
 
     def _put_small(self, obs: Any, store: Any, key: str, body: bytes, **condition: str) -> None:
         """One PUT; if the server's tag raises doubt the object is read back."""
@@ -82,10 +129,9 @@ class ObstoreStore(S3Store):
             stored = bytes(obs.get(store, key).bytes())
             self._tags.settle(self.url, key, tag=tag, body=body, stored=stored)
 
-    def put_object(self, key: str, parts: Iterable[memoryview], nbytes: int | None = None) -> None:
+    @_or_by_s3fs
+    def put_object(self, store: Any, key: str, parts: Iterable[memoryview], nbytes: int | None = None) -> None:
         """Upload a large object in parts of 16 MiB, four in flight; obstore aborts a failed upload."""
-        if (store := self._client()) is None:
-            return super().put_object(key, parts, nbytes)
         parts = require_restartable(parts)
 
         def send(obs: Any) -> None:
@@ -103,18 +149,15 @@ class ObstoreStore(S3Store):
                 )
 
         self._do(key, send)
-        return None
 
-    def get(self, key: str) -> bytes:
+    @_or_by_s3fs
+    def get(self, store: Any, key: str) -> bytes:
         """Return a whole small object."""
-        if (store := self._client()) is None:
-            return super().get(key)
         return bytes(self._do(key, lambda obs: obs.get(store, check_key(key)).bytes()))
 
-    def get_range(self, key: str, start: int, out: memoryview) -> None:
+    @_or_by_s3fs
+    def get_range(self, store: Any, key: str, start: int, out: memoryview) -> None:
         """Fill `out` by ranged reads, PARTS_IN_FLIGHT parts of 16 MiB at a time."""
-        if (store := self._client()) is None:
-            return super().get_range(key, start, out)
         views = list(extents([out], PART_BYTES))
         for index in range(0, len(views), PARTS_IN_FLIGHT):
             group = views[index : index + PARTS_IN_FLIGHT]
@@ -127,12 +170,10 @@ class ObstoreStore(S3Store):
                 if len(data) != len(view):
                     raise truncated(self.url, key, found=f"{begin + len(data)} bytes", needed=start + len(out))
                 np.copyto(np.frombuffer(view, dtype=np.uint8), data)
-        return None
 
-    def list(self, prefix: str = "") -> Objects:
+    @_or_by_s3fs
+    def list(self, store: Any, prefix: str = "") -> Objects:
         """Return the objects under a prefix."""
-        if (store := self._client()) is None:
-            return super().list(prefix)
         # obstore lists whole folders only: what follows the last slash of the prefix is filtered here
         folder = prefix.rpartition("/")[0] or None
         found = self._do(prefix, lambda obs: obs.list(store, folder).collect())
@@ -152,19 +193,17 @@ class ObstoreStore(S3Store):
 
         return [info for info in infos if info.nbytes or not marks(info)]
 
-    def folders(self, prefix: str = "") -> Names:
+    @_or_by_s3fs
+    def folders(self, store: Any, prefix: str = "") -> Names:
         """Return the common prefixes directly under `prefix`."""
-        if (store := self._client()) is None:
-            return super().folders(prefix)
         answer = self._do(prefix, lambda obs: obs.list_with_delimiter(store, prefix.rstrip("/") or None))
         return self._not_empty(
             prefix, sorted(name.rstrip("/").rpartition("/")[2] for name in answer["common_prefixes"])
         )
 
-    def head(self, key: str) -> ObjectInfo | None:
+    @_or_by_s3fs
+    def head(self, store: Any, key: str) -> ObjectInfo | None:
         """Return size and time of an object."""
-        if (store := self._client()) is None:
-            return super().head(key)
         try:
             entry = self._do(key, lambda obs: obs.head(store, check_key(key)))
         except ObjectMissingError:
@@ -176,9 +215,8 @@ class ObstoreStore(S3Store):
         self._obstore = None
         super().close()
 
-    def _create(self, key: str, data: bytes) -> bool:
-        if (store := self._client()) is None:
-            return super()._create(key, data)
+    @_or_by_s3fs
+    def _create(self, store: Any, key: str, data: bytes) -> bool:
         from obstore.exceptions import AlreadyExistsError
 
         def create(obs: Any) -> bool | None:
@@ -195,7 +233,7 @@ class ObstoreStore(S3Store):
     def _client(self) -> Any:
         """Return the client of this process; None where only s3fs can be used: after a fork, or for where the root is."""
         global _first_pid  # noqa: PLW0603 -- obstore's runtime is one per process, and so is this mark
-        if _first_pid not in (0, os.getpid()) or not self.address.is_plain:
+        if self._is_left or _first_pid not in (0, os.getpid()) or not self.address.is_plain:
             return None
         if self._obstore is None:
             from obstore.store import S3Store as Client
@@ -258,6 +296,10 @@ class ObstoreStore(S3Store):
         except FlashckptError:
             raise
         except (BaseError, OSError) as error:
+            text = str(error).partition("\n\nDebug source")[0]
+            stays = _OF_OTHER_PLACE.search(text) is not None
+            if stays or _HEAD_REFUSED.search(text):
+                raise _OnlyByS3fsError(stays=stays) from error
             if any(code in str(error) for code in STALE):
                 self._obstore = None  # the next request asks for credentials again
             raise _translate(error, self.url, self.bucket, key) from error
@@ -266,11 +308,11 @@ class ObstoreStore(S3Store):
 class CredentialChain:
     """Gives obstore the keys of the options, else what botocore's chain finds: environment, profiles, SSO, instance roles.
 
-    Asked again after `REFRESH_S` seconds, or when they expire before, so that expired or rotated credentials are
-    replaced while the daemon runs.
+    Asked again after five minutes, or when they expire before, so that expired or rotated credentials are replaced while
+    the daemon runs: obstore renews what ends within five minutes, at every request.
     """
 
-    REFRESH_S = 300.0
+    REFRESH_S = 600.0
 
     def __init__(self, url: str, given: Mapping[str, Any] | None = None) -> None:
         self._url = url
@@ -298,7 +340,8 @@ class CredentialChain:
 
 
 def _translate(error: BaseException, url: str, bucket: str, key: str) -> FlashckptError:
-    text = str(error).partition("\n\nDebug source")[0]
+    text, _, source = str(error).partition("\n\nDebug source")
+    cause = re.search(r"InvalidContentType|InvalidCertificate\([^()]*", source)  # which its message leaves out
     code = next(iter(re.findall(r"<Code>(\w+)</Code>", text)), "")
     status = _status(text)
     if "no credentials for" in text:
@@ -307,7 +350,7 @@ def _translate(error: BaseException, url: str, bucket: str, key: str) -> Flashck
         return truncated(url, key, found="less than the start of the range", needed=0)
     if isinstance(error, FileNotFoundError) and not status:
         status = 404
-    found = f"{code or type(error).__name__}: {text[:300]}"
+    found = f"{code or type(error).__name__}: {text[:300]}" + (f" ({cause[0]})" if cause else "")
     if re.search(r"performing DELETE \S+[?&]uploadId=", text):  # obstore lets this failure hide the one before it
         return StoreError(
             f"the upload of {key} to {url} failed, and the parts that had arrived could not be removed", found=found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from flashckpt.checkpoint.catalog import CheckpointInfo, list_checkpoints
 from flashckpt.checkpoint.choice import choose_checkpoint
@@ -60,6 +62,11 @@ def complete_job(context: click.Context, parameter: click.Parameter, begun: str)
     return [one.job for one in jobs_in_memory()[0] if one.job.startswith(begun)]
 
 
+def complete_source(context: click.Context, parameter: click.Parameter, begun: str) -> list[str] | list[CompletionItem]:
+    """Complete the id of a job, or where none begins so, have the shell complete a path."""
+    return complete_job(context, parameter, begun) or [CompletionItem(begun, type="file")]
+
+
 def json_option(function: Function) -> Function:
     """Add --json."""
     option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document for programs.")
@@ -98,12 +105,25 @@ def step_option(function: Function) -> Function:
     )(function)
 
 
-def parse_options(options: tuple[str, ...]) -> dict[str, str]:
-    """Return KEY=VALUE pairs as a dict; ConfigError names one without "="."""
+def parse_options(options: tuple[str, ...]) -> dict[str, Any]:
+    """Return KEY=VALUE pairs as a dict; of a value that is true, false or an object of JSON that, of any other its text.
+
+    Raises:
+        ConfigError: One has no "=", or an object that is not JSON.
+    """
     pairs = [option.partition("=") for option in options]
     if bad := [key for key, equals, _ in pairs if not equals]:
         raise ConfigError("a storage option has no value", found=bad[0], expected="KEY=VALUE")
-    return {key: value for key, _, value in pairs}
+    return {key: _value_of(key, text) for key, _, text in pairs}
+
+
+def _value_of(key: str, text: str) -> Any:
+    if not text.startswith("{") and text not in ("true", "false"):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"the storage option {key} cannot be read", found=str(error), expected="JSON") from error
 
 
 def open_root(root: str, options: tuple[str, ...] = ()) -> Store:

@@ -108,7 +108,7 @@ def _memory_rows(root: str) -> list[dict[str, Any]]:
         partners = state["partners"] if state is not None else []
         for identity in view.complete():
             held = view.holders(identity).values()
-            created_s = max(one.path.stat().st_mtime for one in held)
+            created_s = max(one.written_s for one in held)
             rows.append(
                 _row(identity[1], identity[0], "memory", "snapshot", created_s)
                 | {"nbytes": sum(one.header.data_bytes for one in held), "world_size": view.world_size(identity[0])}

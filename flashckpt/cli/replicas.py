@@ -43,7 +43,7 @@ def kept_replicas(directory: JobDirectory, record: Generation | None) -> list[di
             "ranks": sorted({one.rank for one in held}),
             "nbytes": sum(one.header.data_bytes for one in held),
             "world_size": max(one.header.world_size for one in held),
-            "created_s": max(one.path.stat().st_mtime for one in held),
+            "created_s": max(one.written_s for one in held),
         }
         for (identity, node), held in sorted(found.items(), reverse=True)
     ]

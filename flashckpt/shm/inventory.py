@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,14 @@ class SlotEntry:
     slot: int
     rank: int
     header: SlotHeader
+
+    @property
+    def written_s(self) -> float:
+        """Unix seconds of the last write to its segment; now, where that was removed after it was read."""
+        try:
+            return self.path.stat().st_mtime
+        except FileNotFoundError:
+            return time.time()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from flashckpt import entry_points
 from flashckpt.errors import ConfigError, FlashckptError
@@ -20,6 +20,15 @@ S3_OPTIONS = frozenset({
     "conditional", "retries", "timeout_s", "backend",
 })  # fmt: skip
 """Storage options of s3://: those of s3fs (which silently accepts any other name), and ours."""
+_KINDS: dict[str, tuple[Callable[[Any], object], str]] = {
+    **dict.fromkeys(("anon", "requester_pays", "use_ssl", "conditional", "cache_regions", "version_aware"),
+                    (lambda value: {True: 1, False: 0}[value], "true or false")),
+    **dict.fromkeys(("client_kwargs", "config_kwargs", "s3_additional_kwargs"),
+                    (lambda value: {**value}, 'names and values, e.g. {"region_name": "eu-west-1"}')),
+    "retries": (lambda value: 1 / max(int(value), 0), "a number from 1"),
+    "timeout_s": (lambda value: 1 / max(float(value), 0), "seconds, above 0"),
+}  # fmt: skip
+"""By option of s3:// a use that fails for a value of another kind, and the right kind in words."""
 _COMMON = ("file", "s3", "s3a", "gs", "gcs", "az", "abfs", "memory")
 """Protocols that are known without importing fsspec, and that no plug-in takes over."""
 
@@ -104,8 +113,22 @@ def check_options(url: str, options: Mapping[str, object]) -> None:
             expected=", ".join(near or sorted(known)),
             remedy="storage options have the names that the client of the protocol gives them",
         )
+    if known is S3_OPTIONS:
+        _refuse_values(url, options)
     if protocol not in _COMMON and kind is None:
         _refuse_unknown_protocol(url, protocol)
+
+
+def _refuse_values(url: str, options: Mapping[str, object]) -> None:
+    for name, value in options.items():
+        use, expected = _KINDS.get(name, (None, ""))
+        try:
+            if use is not None and value is not None:
+                use(value)
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"the storage option {name} of {url} cannot be that", found=repr(value), expected=expected
+            ) from error
 
 
 def _plugged(protocol: str) -> StoreType | None:

@@ -249,8 +249,8 @@ class S3Store(S3Session):
             self._tags.settle(self.url, name, tag=tag, body=body, stored=await self._get(s3, key))
 
     async def _get(self, s3: Any, key: str) -> bytes:
-        answer = await s3.get_object(Bucket=self.bucket, Key=key)
-        async with answer["Body"] as body:
+        body = (await s3.get_object(Bucket=self.bucket, Key=key))["Body"]
+        async with body:
             return bytes(await body.read())
 
     async def _upload(self, s3: Any, key: str, parts: Iterable[memoryview]) -> None:
@@ -319,8 +319,8 @@ class S3Store(S3Session):
             if error_code(error) in ("InvalidRange", "416") or http_status(error) == 416:
                 raise truncated(self.url, key, found=f"less than {start} bytes", needed=start + len(view)) from error
             raise
-        filled = 0
-        async with answer["Body"] as body:
+        filled, body = 0, answer["Body"]
+        async with body:  # not what this gives: before aiobotocore 3 it is another object, which reads no part
             while filled < len(view) and (block := await body.read(min(1 << 20, len(view) - filled))):
                 view[filled : filled + len(block)] = block
                 filled += len(block)

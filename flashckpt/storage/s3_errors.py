@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 from flashckpt.errors import ConfigError, FlashckptError, ObjectMissingError, RootError, StoreError, is_passing_status
@@ -17,11 +18,21 @@ REFUSED = (
     "InvalidToken",
     "SignatureDoesNotMatch",
     "TokenRefreshRequired",
-    "AuthorizationHeaderMalformed",
-    "RequestTimeTooSkewed",
     "401",
     "403",
 )
+_SKEWED = "RequestTimeTooSkewed"
+_ELSEWHERE = ("PermanentRedirect", "TemporaryRedirect", "IllegalLocationConstraintException", "301", "307", "308")
+_MALFORMED = "AuthorizationHeaderMalformed"
+"""Answers of a server that does not have the bucket; the last one also to keys that are none, where it names no region."""
+_TLS = {
+    r"WRONG_VERSION_NUMBER|InvalidContentType": ("does not speak TLS", "http:// in endpoint_url, or the port for https://"),
+    r"CERTIFICATE_VERIFY_FAILED|InvalidCertificate": (
+        "has a certificate that is not trusted", "AWS_CA_BUNDLE=FILE of who issued it, or the host name that it is for",
+    ),
+}  # fmt: skip
+"""Words of OpenSSL and of obstore's rustls, with problem and remedy."""
+_CHECKSUM = re.compile(r"content-md5|x-amz-checksum|x-amz-sdk-checksum", re.IGNORECASE)
 STALE = ("ExpiredToken", "InvalidToken", "TokenRefreshRequired", "InvalidAccessKeyId")
 """Answers to credentials that may have been replaced where they come from."""
 _BUSY = (
@@ -83,25 +94,58 @@ def request_error(url: str, bucket: str, key: str, *, code: str, status: int, fo
         return StoreError(
             f"no room is left for {url}", found=found, remedy="raise the quota, or delete old checkpoints"
         )
-    if code in REFUSED or status in (401, 403):
+    if (refusal := _refusal(url, bucket, code, status, found)) is not None:
+        return refusal
+    if status == 0 and not code:
+        return _no_answer(url, found)
+    kind: type[FlashckptError] = RootError  # another service: it stays so
+    if code in _UNKNOWN_REQUEST or status in (405, 501):
+        kind = UnknownRequestError
+    elif code in _LOST_UPLOAD or is_transient_answer(code, status) or (not status and is_transient_code(code)):
+        kind = StoreError
+    return kind(f"the request for {key or 'the root'} of {url} failed", found=found, expected="HTTP 200")
+
+
+def _refusal(url: str, bucket: str, code: str, status: int, found: str) -> RootError | None:
+    """Return the error for an answer to who asks, when and where, rather than to what; None for another one."""
+    if code == _SKEWED:
+        return RootError(
+            f"the clock of this machine is not that of the server of {url}",
+            found=found,
+            expected="at most 15 minutes between them",
+            remedy="set the clock (timedatectl set-ntp true); persisting then resumes automatically",
+        )
+    if code in _ELSEWHERE or status in (301, 307, 308) or (code == _MALFORMED and "region" in found.lower()):
+        return elsewhere(url, bucket, found)
+    if code in (*REFUSED, _MALFORMED) or status in (401, 403):
         return RootError(
             f"the credentials for {url} were refused",
             found=found,
             expected="read, write, list and delete in the bucket",
             remedy="renew or correct the credentials; persisting then resumes automatically",
         )
-    if status == 0:
-        return StoreError(
-            f"the endpoint of {url} cannot be reached",
-            found=found,
-            remedy="check network and endpoint_url; persisting then resumes automatically",
-        )
-    kind: type[FlashckptError] = RootError  # another region, another service: it stays so
-    if code in _UNKNOWN_REQUEST or status in (405, 501):
-        kind = UnknownRequestError
-    elif code in _LOST_UPLOAD or is_transient_answer(code, status):
-        kind = StoreError
-    return kind(f"the request for {key or 'the root'} of {url} failed", found=found, expected="HTTP 200")
+    return None
+
+
+def _no_answer(url: str, found: str) -> FlashckptError:
+    for words, (problem, remedy) in _TLS.items():
+        if re.search(words, found):
+            return RootError(f"the endpoint of {url} {problem}", found=found, remedy=remedy)
+    return StoreError(
+        f"the endpoint of {url} cannot be reached",
+        found=found,
+        remedy="check network and endpoint_url; persisting then resumes automatically",
+    )
+
+
+def elsewhere(url: str, bucket: str, found: str) -> RootError:
+    """Return the error for a bucket that is not where it was asked for."""
+    return RootError(
+        f"the bucket {bucket} is not at the endpoint and in the region that {url} was given",
+        found=found,
+        remedy="name its region (AWS_DEFAULT_REGION, or client_kwargs={'region_name': ...}), or correct endpoint_url, "
+        "e.g. https:// in place of http://",
+    )
 
 
 def no_credentials(url: str, found: str = "") -> RootError:
@@ -154,9 +198,14 @@ def is_transient_answer(code: str, status: int) -> bool:
 def is_transient(error: BaseException) -> bool:
     """Return whether the same request may succeed a moment later."""
     code, status, name = error_code(error), http_status(error), type(error).__name__
-    if "Credential" in name or "Param" in name:
+    if "Credential" in name or "Param" in name or any(re.search(words, str(error)) for words in _TLS):
         return False
     return is_transient_answer(code, status) if status else is_network(error)
+
+
+def wants_checksum(code: str, words: str) -> bool:
+    """Return whether a server takes no object without a checksum of the request, as for one that Object Lock protects."""
+    return code in ("InvalidRequest", "MissingContentMD5") and _CHECKSUM.search(words) is not None
 
 
 def has_no_batch_delete(error: BaseException) -> bool:

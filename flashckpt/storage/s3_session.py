@@ -10,11 +10,20 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import urlsplit
 
-from flashckpt.errors import ConfigError, FlashckptError, RootError
+from flashckpt.errors import ConfigError, FlashckptError
 from flashckpt.storage.conditional import ProbedStore
 from flashckpt.storage.etags import Tags
 from flashckpt.storage.s3_address import S3Address, address_of
-from flashckpt.storage.s3_errors import STALE, error_code, is_network, is_transient, translate, unknown_place
+from flashckpt.storage.s3_errors import (
+    STALE,
+    elsewhere,
+    error_code,
+    is_network,
+    is_transient,
+    translate,
+    unknown_place,
+    wants_checksum,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +48,7 @@ class S3Session(ProbedStore):
         self._tags = Tags()
         self._has_batch_delete = True
         self._keeps_folders = False
+        self._checksums = "when_required"
         self._fs: Any = None
         self._pid = 0
 
@@ -95,15 +105,13 @@ class S3Session(ProbedStore):
         except FlashckptError:
             raise
         except RecursionError as error:  # botocore asks where the bucket is, is redirected, asks again, ...
-            raise RootError(
-                f"the endpoint of {self.url} redirects every request",
-                found=self.address.endpoint,
-                expected="the endpoint that it redirects to",
-                remedy="correct endpoint_url, e.g. https:// in place of http://, or the region",
-            ) from error
+            raise elsewhere(self.url, self.bucket, f"{self.address} redirects every request") from error
         except Exception as error:
             if not (error_code(error) or is_network(error)):
                 raise
+            if wants_checksum(error_code(error), str(error)) and self._checksums == "when_required":
+                self._checksums, self._fs = "when_supported", None
+                return self._call(key, work)
             if error_code(error) in STALE:
                 self._fs = None  # the next request asks for credentials again
             raise translate(error, self.url, self.bucket, key) from error
@@ -114,7 +122,7 @@ class S3Session(ProbedStore):
 
             options = dict(self._options)
             config = {
-                "request_checksum_calculation": "when_required",
+                "request_checksum_calculation": self._checksums,
                 "response_checksum_validation": "when_required",
                 "max_pool_connections": 64,
                 "connect_timeout": min(10.0, self._timeout_s),

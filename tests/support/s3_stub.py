@@ -49,6 +49,8 @@ class Stub:
         silent: Kinds of requests that are never answered.
         passing: As `refused`, with how often.
         expired: Access keys that are refused.
+        region: What requests must be signed for; "" any.
+        is_locking: Whether a write needs a checksum, as in a bucket with Object Lock.
     """
 
     endpoint: str = ""
@@ -60,6 +62,8 @@ class Stub:
     silent: set[str] = field(default_factory=set)
     passing: dict[str, tuple[int, str, int]] = field(default_factory=dict)
     expired: set[str] = field(default_factory=set)
+    region: str = ""
+    is_locking: bool = False
     asked: list[Asked] = field(default_factory=list)
     objects: dict[str, tuple[bytes, float]] = field(default_factory=dict)
     folders: set[str] = field(default_factory=set)
@@ -70,6 +74,13 @@ class Stub:
     def options(self, **changed: Any) -> dict[str, Any]:
         base = {"endpoint_url": self.endpoint, "key": "k", "secret": "s", "client_kwargs": {"region_name": "us-east-1"}}
         return {**base, "retries": 2, "timeout_s": 5.0, **changed}
+
+
+_WORDS = {"InvalidRequest": "Content-MD5 OR x-amz-checksum- HTTP header is required for Put Object with Object Lock"}
+
+
+def _has_checksum(headers: Any) -> bool:
+    return "content-md5" in headers or any(name.lower().startswith("x-amz-checksum-") for name in headers)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -104,12 +115,19 @@ class _Handler(BaseHTTPRequestHandler):
                 refused, self.stub.passing[kind] = (status, code), (status, code, left - 1)
         if found.key in self.stub.expired:
             refused = (400, "ExpiredToken")
+        if found.region != (self.stub.region or found.region):
+            text = f"the region '{found.region}' is wrong; expecting '{self.stub.region}'"
+            more = f"<Region>{self.stub.region}</Region>"
+            self._error(400, "AuthorizationHeaderMalformed", text, more)
+            return
+        if self.stub.is_locking and kind in ("put", "condition", "part") and not _has_checksum(self.headers):
+            refused = (400, "InvalidRequest")
         if kind in self.stub.silent:
             self.stub.ended.wait(60)
             self.close_connection = True
             return
         if refused is not None:
-            self._error(*refused)
+            self._error(*refused, _WORDS.get(refused[1], ""))
             return
         with self.stub.lock:
             getattr(self, f"_{kind}")(body)
@@ -135,8 +153,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    def _error(self, status: int, code: str) -> None:
-        self._answer(status, f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode())
+    def _error(self, status: int, code: str, text: str = "", more: str = "") -> None:
+        self._answer(status, f"<Error><Code>{code}</Code><Message>{text or code}</Message>{more}</Error>".encode())
 
     def _put(self, body: bytes) -> None:
         self.stub.objects[self.name] = (body, time.time())

@@ -26,12 +26,14 @@ from flashckpt.checkpoint import indexes
 from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.checkpoint.generations import claim_generation
 from flashckpt.checkpoint.history import SessionRecord, write_session
+from flashckpt.cli import ls as ls_command
 from flashckpt.cli import main as cli
 from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister.service import Daemon
 from flashckpt.daemon.persister.timeouts import DaemonTimeouts
 from flashckpt.native import IMPLEMENTATIONS, implementation
+from flashckpt.shm import inventory
 from flashckpt.shm.control import Control
 from flashckpt.shm.job_directory import DaemonStatus
 from flashckpt.storage.factory import open_store
@@ -81,6 +83,21 @@ def test_ls_shows_storage_and_memory_newest_first(job: FakeJob, capsys: Captured
     assert code == 0
     assert "committed" in out
     assert out.splitlines()[0].split()[:4] == ["STEP", "GEN", "TIER", "STATE"]
+
+
+def test_ls_while_a_job_ends_and_its_memory_goes(
+    job: FakeJob, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def then_gone(*found: Any) -> Any:
+        view = inventory.scan(*found)
+        for one in view.slots:
+            one.path.unlink(missing_ok=True)
+        return view
+
+    monkeypatch.setattr(ls_command, "scan", then_gone)
+    code, document = run_json("ls", job.root, capsys=capsys)
+    assert code == 0
+    assert [row["step"] for row in document["checkpoints"] if row["tier"] == "storage"] == [20, 10]
 
 
 def test_ls_marks_abandoned_unfinished_and_kept(job: FakeJob, capsys: Captured) -> None:
@@ -447,6 +464,26 @@ def test_shell_completion_completes_commands(capsys: Captured, monkeypatch: pyte
     monkeypatch.setenv("COMP_WORDS", "flashckpt in")
     monkeypatch.setenv("COMP_CWORD", "1")
     assert run(capsys=capsys)[1].split() == ["plain,inspect"]
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("keep ROOT ", ["plain,20", "plain,10"]),
+        ("verify ROOT --step 1", ["plain,10"]),
+        ("keep nowhere ", []),
+        ("persist fa", ["plain,fake"]),
+        ("gc --job fa", ["plain,fake"]),
+        ("top ./ro", ["file,./ro"]),
+    ],
+)
+def test_shell_completion_knows_steps_of_a_root_jobs_and_paths(
+    job: FakeJob, capsys: Captured, monkeypatch: pytest.MonkeyPatch, words: str, found: list[str]
+) -> None:
+    monkeypatch.setenv("_FLASHCKPT_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", f"flashckpt {words}".replace("ROOT", job.root))
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split(" "))))
+    assert run(capsys=capsys)[1].split() == found
 
 
 def test_a_checkpoint_of_a_newer_format_is_called_that_and_not_damaged(job: FakeJob, capsys: Captured) -> None:

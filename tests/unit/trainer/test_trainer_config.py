@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -407,10 +408,10 @@ def test_a_model_that_cannot_be_meant_is_refused(model: Any, named: str) -> None
 @pytest.mark.parametrize(
     ("name", "words", "problem"),
     [
-        ("hub", ["export", "--tok", "folder", "root", "out"], "No such option '--tok'"),
+        ("hub", ["export", "--tok", "folder", "root", "out"], r"No such option:? '?--tok'?"),
         ("hub", ["import", "folder"], "Missing argument 'ROOT'"),
         ("hub", [], "Missing command"),
-        ("generate", ["source", "prompt", "--max", "3"], "No such option '--max'"),
+        ("generate", ["source", "prompt", "--max", "3"], r"No such option:? '?--max'?"),
         ("plan", ["--gpus", "8"], "Missing option '--gpu'"),
         ("plan", ["--gpus", "0", "--gpu", "h100"], "'0' is not a number from 1"),
     ],
@@ -420,7 +421,7 @@ def test_a_wrong_command_line_is_one_error_and_no_flag_can_be_shortened(
 ) -> None:
     assert command.main([name, *words]) == 10
     out, err = capsys.readouterr()
-    assert (out, problem in err, err.count("exit code 10")) == ("", True, 1)
+    assert (out, bool(re.search(problem, err)), err.count("exit code 10")) == ("", True, 1)
 
 
 @pytest.mark.parametrize("words", [["plan"], ["hub"], ["hub", "export"], ["generate"]])
