@@ -2,7 +2,7 @@
 
 `python torn_saver.py SAVER serve` imports what is slow, and then forks a process for each line of its input, which does:
 
-    FOLDER BYTES steps MS [MS ...]   a save per delay, an optimizer step so long after its call
+    FOLDER BYTES steps MS [MS ...]   a save per delay, an optimizer step so long after its call; for "-" after its end
     FOLDER BYTES saves               one save after the other, until killed
     FOLDER BYTES load [STEP]         what a new process restores, and what is in it
 """
@@ -282,11 +282,11 @@ def run(name: str, folder: str, nbytes: str, mode: str, *words: str) -> None:
         step = saver.load(int(words[0]) if words else None)
         say({"event": "loaded", "step": step, "values": values_of(saver.model)})
     else:
-        save(saver, [float(word) / 1e3 for word in words] if mode == "steps" else None)
+        save(saver, [None if word == "-" else float(word) / 1e3 for word in words] if mode == "steps" else None)
     saver.close()
 
 
-def save(saver: Saver, delays: list[float] | None) -> None:
+def save(saver: Saver, delays: list[float | None] | None) -> None:
     """Save once for each delay, with a step of the optimizer so long after the call; without delays for ever."""
     step = 0
     saver.optimizer.step()
@@ -296,13 +296,14 @@ def save(saver: Saver, delays: list[float] | None) -> None:
         say({"event": "call", "step": step})
         saver.save(step)
         called = time.perf_counter() - began
-        if delays is not None:
-            time.sleep(max(0.0, delays[step - 1] - called))
+        delay = None if delays is None else delays[step - 1]
+        if delay is not None:
+            time.sleep(max(0.0, delay - called))
             with saver.lock():
                 saver.optimizer.step()
         saver.wait()
         say({"event": "saved", "step": step, "call_s": called, "s": time.perf_counter() - began})
-        if delays is None:
+        if delay is None:
             saver.optimizer.step()
 
 
