@@ -237,6 +237,7 @@ def main() -> int:
     args = parser.parse_args()
     clean_up_on_sigterm()
     load, nbytes, results = LoadWatch(), int(args.mb * 1e6) >> 20 << 20, {}
+    arguments = {"bytes": nbytes, "instants": args.instants, "kills": args.kills}
     entrants = {entrant.name: entrant for entrant in (*ENTRANTS, PLAIN)}
     for name in args.savers:
         if why := entrants[VENVS[name]].setup():
@@ -244,13 +245,12 @@ def main() -> int:
             continue
         results[name] = measure(name, entrants[VENVS[name]].python, args, nbytes)
         print(f"{name}: {results[name]}", flush=True)
+        if args.json:  # after each: a run that is cut short keeps what it has
+            write_json(args.json, document("torn-savers", arguments, results, load=load))
     print(
         "\nwrong without an error\n\n| saver | a step within a save | a kill within a save | one flipped bit |\n|---|---|---|---|"
     )
     print("\n".join(row(name, found) for name, found in results.items()))
-    if args.json:
-        arguments = {"bytes": nbytes, "instants": args.instants, "kills": args.kills}
-        write_json(args.json, document("torn-savers", arguments, results, load=load))
     ours = results.get("flashckpt", {"steps": [], "kills": [], "bits": {}})
     return int("wrong" in [*ours["steps"], *ours["kills"], *ours["bits"].values()])
 

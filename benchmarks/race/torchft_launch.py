@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 LIGHTHOUSE = ("--min_replicas=1", "--quorum_tick_ms=100", "--join_timeout_ms=10000")
@@ -26,8 +27,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def end(groups: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Hand SIGTERM on."""
+    for one in groups:
+        one.terminate()
+
+
 def main() -> int:
-    """Start all; wait until one of them has ended, then for the others."""
+    """Start all; wait until one has trained to the end, then for the others."""
     groups, script = int(sys.argv[1].partition("=")[2]), sys.argv[2:]
     port = free_port()
     bind = f"--bind=[::]:{port}"
@@ -41,15 +48,16 @@ def main() -> int:
         )
         for group in range(groups)
     ]
-    signal.signal(signal.SIGTERM, lambda *_: [one.terminate() for one in running])
-    while not any(one.poll() is not None for one in running):
+    signal.signal(signal.SIGTERM, lambda *_: end(running))
+    while not any(one.poll() == 0 for one in running) and any(one.poll() is None for one in running):
         time.sleep(0.05)
-    end = time.monotonic() + GRACE_S
-    while any(one.poll() is None for one in running) and time.monotonic() < end:
+    until = time.monotonic() + GRACE_S
+    while any(one.poll() is None for one in running) and time.monotonic() < until:
         time.sleep(0.05)
     for one in (*running, lighthouse):
         one.kill()
-    return max(abs(one.wait()) for one in running if one.returncode != -signal.SIGKILL)
+    codes = [one.wait() for one in running]
+    return 0 if 0 in codes else 1
 
 
 if __name__ == "__main__":
