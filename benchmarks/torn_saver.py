@@ -327,7 +327,7 @@ def become(name: str, asked: dict[str, Any]) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.update(asked["env"])
     status = 1
-    try:  # whatever it is: a fork that went on would read the input of its parent
+    try:  # whatever it is: a fork must not read the input of its parent
         os.dup2(os.open(asked["pipe"], os.O_WRONLY), _out.fileno(), inheritable=False)
         run(name, *asked["words"])
         status = 0
