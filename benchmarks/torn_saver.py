@@ -1,8 +1,10 @@
 """One saver for `torn_savers.py`: every element of the state is the number of its step. Runs in the Python that has the saver.
 
-python torn_saver.py SAVER FOLDER BYTES steps MS [MS ...]   # a save per delay, an optimizer step so long after its call
-python torn_saver.py SAVER FOLDER BYTES saves               # one save after the other, until killed
-python torn_saver.py SAVER FOLDER BYTES load [STEP]         # what a new process restores, and what is in it
+`python torn_saver.py SAVER serve` imports what is slow, and then forks a process for each line of its input, which does:
+
+    FOLDER BYTES steps MS [MS ...]   a save per delay, an optimizer step so long after its call; for "-" after its end
+    FOLDER BYTES saves               one save after the other, until killed
+    FOLDER BYTES load [STEP]         what a new process restores, and what is in it
 """
 
 from __future__ import annotations
@@ -11,8 +13,10 @@ import contextlib
 import importlib
 import json
 import os
+import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +259,13 @@ SAVERS: dict[str, Any] = {
     "Lightning AsyncCheckpointIO": Lightning, "DLRover": Dlrover, "torch.save": TorchSave,
 }  # fmt: skip
 
+SLOW = {
+    "flashckpt": ("flashckpt.session.checkpointer",), "dcp.async_save": ("torch.distributed.checkpoint",),
+    "torch_checkpointing": ("torch_checkpointing",), "torch_checkpointing, its lock held": ("torch_checkpointing",),
+    "Lightning AsyncCheckpointIO": ("lightning.pytorch.plugins.io",), "DLRover": ("torch.distributed",),
+}  # fmt: skip
+"""What takes long to import and reads nothing of its environment then: DLRover's modules do."""
+
 
 def values_of(model: nn.Module) -> list[float]:
     """Return the values that are in the state, each once."""
@@ -264,35 +275,66 @@ def values_of(model: nn.Module) -> list[float]:
     return sorted(found)[:8]
 
 
-def main() -> None:
+def run(name: str, folder: str, nbytes: str, mode: str, *words: str) -> None:
     """Do one of the three."""
-    name, folder, nbytes, mode, *words = sys.argv[1:]
-    torch.set_num_threads(1)
     saver = SAVERS[name](Path(folder), int(float(nbytes)))
     if mode == "load":
         step = saver.load(int(words[0]) if words else None)
         say({"event": "loaded", "step": step, "values": values_of(saver.model)})
     else:
-        delays = [float(word) / 1e3 for word in words] if mode == "steps" else None
-        step = 0
-        saver.optimizer.step()
-        while delays is None or step < len(delays):
-            step += 1
-            began = time.perf_counter()
-            say({"event": "call", "step": step})
-            saver.save(step)
-            called = time.perf_counter() - began
-            if delays is not None:
-                time.sleep(max(0.0, delays[step - 1] - called))
-                with saver.lock():
-                    saver.optimizer.step()
-            saver.wait()
-            say({"event": "saved", "step": step, "call_s": called, "s": time.perf_counter() - began})
-            if delays is None:
-                saver.optimizer.step()
+        save(saver, [None if word == "-" else float(word) / 1e3 for word in words] if mode == "steps" else None)
     saver.close()
-    sys.stdout.flush()
-    os._exit(0)  # some have threads that never end
+
+
+def save(saver: Saver, delays: list[float | None] | None) -> None:
+    """Save once for each delay, with a step of the optimizer so long after the call; without delays for ever."""
+    step = 0
+    saver.optimizer.step()
+    while delays is None or step < len(delays):
+        step += 1
+        began = time.perf_counter()
+        say({"event": "call", "step": step})
+        saver.save(step)
+        called = time.perf_counter() - began
+        delay = None if delays is None else delays[step - 1]
+        if delay is not None:
+            time.sleep(max(0.0, delay - called))
+            with saver.lock():
+                saver.optimizer.step()
+        saver.wait()
+        say({"event": "saved", "step": step, "call_s": called, "s": time.perf_counter() - began})
+        if delay is None:
+            saver.optimizer.step()
+
+
+def serve(name: str) -> None:
+    """Fork for each line of input, and say the process id of the fork."""
+    torch.set_num_threads(1)
+    for module in SLOW.get(name, ()):
+        importlib.import_module(module)
+    Saver(Path(), 1 << 10).optimizer.step()  # the first step of torch imports the most
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries them
+    for line in sys.stdin:
+        asked = json.loads(line)
+        if not (pid := os.fork()):
+            become(name, asked)
+        say({"event": "forked", "pid": pid})
+
+
+def become(name: str, asked: dict[str, Any]) -> None:
+    """Be what was asked for, and end."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.environ.update(asked["env"])
+    status = 1
+    try:  # whatever it is: a fork must not read the input of its parent
+        os.dup2(os.open(asked["pipe"], os.O_WRONLY), _out.fileno(), inheritable=False)
+        run(name, *asked["words"])
+        status = 0
+    except BaseException:  # noqa: BLE001
+        traceback.print_exc()
+    finally:
+        os._exit(status)  # some have threads that never end
 
 
 _out = os.fdopen(os.dup(1), "w")
@@ -306,4 +348,4 @@ def say(what: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     os.dup2(2, 1)
-    main()
+    serve(sys.argv[1])

@@ -78,6 +78,6 @@ def folders(pattern: str, complete: str = "") -> list[Path]:
 
 def keep_two(pattern: str) -> None:
     """Remove all but the newest two."""
-    if dist.get_rank() == 0:
+    if not dist.is_initialized() or dist.get_rank() == 0:
         for path in folders(pattern)[:-2]:
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 VENVS = ROOT / ".race"
-RESTARTS = "--max-restarts=10"
+RESTARTS = "--max-restarts=3"  # as in torchrun's own examples
 PATIENT = "--shutdown-timeout=5"  # for a rank that is stopped: 30 s otherwise
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", RESTARTS, PATIENT)
 
@@ -126,6 +126,14 @@ ENTRANTS = (
         off="lightning",
         pins=("lightning==2.6.6",),
         module="lightning",
+    ),
+    Entrant(
+        name="torchft",
+        venv="torchft",
+        launcher=(str(HERE / "torchft_launch.py"),),
+        script=("torchft_trainer.py",),
+        pins=("torchft==0.2.0",),
+        module="torchft",
     ),
 )
 

@@ -64,30 +64,37 @@ class Net(nn.Module):
 
 
 class Log:
-    """What one rank writes. All ranks of an attempt share its number, which rank 0 takes from the clock."""
+    """What one rank writes. All ranks of an attempt share its number, which rank 0 takes from the clock.
 
-    def __init__(self) -> None:
+    Args:
+        member: Rank, ranks and number, where no process group of all ranks says them.
+    """
+
+    def __init__(self, *member: int) -> None:
         self._file = os.open(os.environ["RACE_LOG"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        number = torch.tensor([time.time_ns()])
-        dist.broadcast(number, 0)
-        self.attempt = int(number)
+        self.rank, self.world, self.attempt = member or _member()
         self._write(event="start", pid=os.getpid())
 
     def step(self, step: int, ids: Sequence[int]) -> None:
         """Note that this rank trained these samples in this step."""
         self._write(event="step", s=step, ids=list(ids))
 
-    def end(self, model: nn.Module) -> None:
-        """Note the end with the bits of the weights."""
+    def end(self, model: nn.Module, *, first: bool | None = None) -> None:
+        """Note the end with the bits of the weights: by the first rank, whichever that is by now."""
         whole = b"".join(value.detach().contiguous().numpy().tobytes() for _, value in sorted(model.named_parameters()))
-        if self.rank == 0:
+        if self.rank == 0 if first is None else first:
             Path(f"{os.environ['RACE_LOG']}.weights").write_bytes(whole)
             self._write(event="end", sha256=hashlib.sha256(whole).hexdigest())
 
     def _write(self, **what: Any) -> None:
         line = {"t": time.time(), "a": self.attempt, "r": self.rank, "w": self.world, **what}
         os.write(self._file, (json.dumps(line) + "\n").encode())
+
+
+def _member() -> tuple[int, int, int]:
+    number = torch.tensor([time.time_ns()])
+    dist.broadcast(number, 0)
+    return dist.get_rank(), dist.get_world_size(), int(number)
 
 
 def prepare() -> None:

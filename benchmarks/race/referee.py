@@ -195,9 +195,9 @@ class Run:
                 self.disk.free()
                 self.full_until = 0.0
             assert self._process is not None
+            if any(line["event"] == "end" for line in self.lines[-8:]):
+                return  # its last save is through, and the weights are logged
             ended = self._process.poll() is not None
-            if ended and any(line["event"] == "end" for line in self.lines[-8:]):
-                return
             if not ended and now - seen < patience_s:
                 continue
             if self.by_hand == MOST_BY_HAND:
@@ -282,7 +282,7 @@ def unbroken_s(entrants: list[Entrant], steps: int, runs: int, keep: Path | None
     for name in dict.fromkeys(entrant.off for entrant in entrants):
         who = PLAIN if name == "loop" else replace(next(one for one in entrants if one.off == name), every=0)
         nothing = failures.Failure(kind="none", step=0, later=0, rank=0)
-        rows = [one(who, nothing, steps, 0.0, keep) for _ in range(runs)]
+        rows = [one(who, nothing, steps, 0.0, keep) for _ in range(runs if who is PLAIN else 1)]
         if not all(row["finished"] for row in rows):
             raise SystemExit(f"the loop {name!r} does not come to its end without failures: {rows[0]['notes']}")
         found[name] = median([row["seconds"] for row in rows])
@@ -329,7 +329,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--kinds", nargs="+", choices=list(failures.KINDS), default=list(failures.KINDS))
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--seed", type=int, default=20261126)
-    parser.add_argument("--runs", type=int, default=2, help="of each loop without checkpoints")
+    parser.add_argument("--runs", type=int, default=2, help="of the loop without checkpoints; of those of trainers one")
     parser.add_argument("--setup", action="store_true", help="make the environments, and end")
     parser.add_argument("--tune", action="store_true", help="search the interval of each entrant, and end")
     parser.add_argument("--keep", type=Path, help="a folder for logs and output of each run")

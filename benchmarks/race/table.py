@@ -12,11 +12,11 @@ Row = Mapping[str, Any]
 TITLES = {
     "flashckpt": "dlrun + flashckpt", "dlrover": "DLRover 0.6.1", "dcp": "torchrun + dcp.async_save",
     "torch_checkpointing": "torchrun + torch_checkpointing 0.1.1", "torch_save": "torchrun + torch.save",
-    "huggingface": "torchrun + HF Trainer", "lightning": "torchrun + Lightning",
+    "huggingface": "torchrun + HF Trainer", "lightning": "torchrun + Lightning", "torchft": "torchft 0.2.0",
 }  # fmt: skip
 COLOURS = {
     "flashckpt": "#1a7f37", "dlrover": "#8250df", "dcp": "#0969da", "torch_checkpointing": "#bf3989", "torch_save": "#9a6700",
-    "huggingface": "#bc4c00", "lightning": "#57606a",
+    "huggingface": "#bc4c00", "lightning": "#57606a", "torchft": "#0a7ea4",
 }  # fmt: skip
 SHORT = {
     "none": "nothing", "rank": "a rank killed", "ranks": "all ranks", "machine": "the machine", "hang": "a rank hangs",

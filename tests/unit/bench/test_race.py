@@ -124,3 +124,8 @@ def test_peers_see_nothing_of_flashckpt() -> None:
         if path.name not in ("referee.py", "engine_flashckpt.py"):
             assert "import flashckpt" not in path.read_text().replace('"import flashckpt"', ""), path
             assert "from flashckpt" not in path.read_text(), path
+
+
+def test_readme_shows_the_published_race() -> None:
+    matrix, _, _ = (ROOT / "benchmarks/results/2026-11-26/race.md").read_text().partition("\n\n")
+    assert matrix in (ROOT / "README.md").read_text()
