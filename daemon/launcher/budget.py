@@ -10,6 +10,8 @@ REFILL_STEPS = 20
 """New steps between two failures that refill the budget."""
 ESCALATE = 3
 """How often the same failure at one step restarts the job from one state further back."""
+HANG = "hang"
+"""Stands for an error's text where the ranks hang."""
 REFILL_S = 600.0
 """Seconds between two failures that refill it if the script reports no steps and --max-restarts is not given."""
 LONGEST_PAUSE_S = 15.0
@@ -20,7 +22,8 @@ LONGEST_PAUSE_S = 15.0
 class RestartDecision:
     """Whether to restart, `pause_s` from now; `reason` is for the user, `repeats` says that the script keeps failing at one step.
 
-    `back` above 0: from a state older than the one before, from 2 on from a checkpoint, without the samples up to step `leave_out`.
+    `back` above 0: from a state older than the one before, from 2 on from a checkpoint, without the samples of the steps
+    `leave_out`, the first and the last; (0, 0): with all. `before` above 0: from one before that step.
     """
 
     restart: bool
@@ -28,7 +31,8 @@ class RestartDecision:
     repeats: bool = False
     pause_s: float = 0.0
     back: int = 0
-    leave_out: int = 0
+    leave_out: tuple[int, int] = (0, 0)
+    before: int = 0
 
 
 class Budget:
@@ -86,17 +90,36 @@ class Budget:
         why = ", since this may pass" if may_pass else ""
         return RestartDecision(restart=True, reason=f"restarting all workers{when}{why}, {left}", pause_s=pause_s)
 
-    def go_back(self, *, fingerprint: str, step: int, limit: int) -> RestartDecision | None:
-        """Return the decision to try one state further back after the same failure at the same step; None after `limit` times."""
+    def go_back(
+        self, *, fingerprint: str, step: int, limit: int, bad: tuple[int, int] | None = None
+    ) -> RestartDecision | None:
+        """Return the decision to try one state further back after the same failure at the same step; None after `limit` times.
+
+        Args:
+            fingerprint: As of `spend`; `HANG` where the ranks hang.
+            step: As of `spend`.
+            limit: Of --escalate.
+            bad: The steps in one of which numbers became bad first, where that was seen: else the step that failed is blamed.
+        """
         taken = self._back.get((fingerprint, step), 0)
         if taken >= limit:
             return None
         self._back[fingerprint, step] = taken + 1
+        first, last = bad or (step + 1, step + 1)
+        # the same samples once more: it may have been the machine; then without those to blame, then without all since then
+        leave_out = (0, 0) if not taken else (first, last) if taken == 1 else (0, max(last, step + 1))
+        which = f"of step {last}" if leave_out[0] == last else f"since then, up to step {leave_out[1]},"
+        without = f", and the samples {which} left out where a tracked sampler can do so" if taken else ""
         why = f"the same failure at step {step} again: the state may be bad, so restarting from one state further back"
-        leave_out = step + 1 if taken else 0  # the same samples once more: it may have been the machine
-        without = ", and the samples since then left out where a tracked sampler can do so" if leave_out else ""
         reason = f"{why}{without} ({taken + 1} of {limit}, --escalate)"
-        return RestartDecision(restart=True, back=taken + 1, leave_out=leave_out, reason=reason)
+        before = bad[0] if bad else 0
+        return RestartDecision(restart=True, back=taken + 1, leave_out=leave_out, before=before, reason=reason)
+
+    def hang_stays(self, step: int) -> RestartDecision | None:
+        """Return the decision to end a job that hangs at one step from every state that was tried; None where none was."""
+        tried = self._tried((HANG, step))
+        reason = f"not restarting: the ranks hang at step {step} again and again{tried}"
+        return RestartDecision(restart=False, repeats=True, reason=reason) if tried else None
 
     def _tried(self, this: tuple[str, int]) -> str:
         count = self._back.get(this, 0)

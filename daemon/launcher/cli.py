@@ -77,6 +77,11 @@ OPTIONS: tuple[tuple[str, Any, str], ...] = (
         "How often the same failure at one step restarts from one state further back; 0: it ends the job.",
     ),
     (
+        "restore-step",
+        -1,
+        "Step to go back to at the first start, in memory or on the root: what is newer is abandoned. -1: the newest state.",
+    ),
+    (
         "warm",
         "",
         "MODULE:FUNCTION that rehearses a step in the process that forks restarted workers; none: no rehearsal.",
@@ -181,6 +186,7 @@ def launched(args: argparse.Namespace, zygote: ZygoteClient | None = None) -> La
         hang_s=args.hang_timeout,
         refill_steps=args.refill_steps,
         escalate=args.escalate,
+        restore_step=args.restore_step,
         wait_flush=args.wait_flush or os.getpid() == 1,
         node_check=args.node_check,
         min_nodes=config.min_nodes,

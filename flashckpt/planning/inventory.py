@@ -59,7 +59,10 @@ class Inventory:
         damage: Why the node's generation record cannot be read; "" if it can.
         back: How far back the agent asks to go after the same failure: 0 to the newest state, from 1 on to one older than
             the last generation began with, from 2 on to a checkpoint.
-        leave_out: The step up to which samples are left out after the restore, since the job fails there again and again; 0: none.
+        before: The step before which that state is to be, where there is one; 0: any.
+        leave_out: The first and the last step whose samples are left out after the restore, since the job fails there
+            again and again; (0, 0): none.
+        restore_step: The step that the agent was asked to go back to, by all of them; -1: none.
     """
 
     node: str
@@ -74,7 +77,9 @@ class Inventory:
     committed: SnapshotId | None = None
     damage: str = ""
     back: int = 0
-    leave_out: int = 0
+    before: int = 0
+    leave_out: tuple[int, int] = (0, 0)
+    restore_step: int = -1
 
     def pack(self) -> list[Any]:
         """Return it as msgpack types."""
@@ -90,7 +95,9 @@ class Inventory:
             self.committed,
             self.damage,
             self.back,
+            self.before,
             self.leave_out,
+            self.restore_step,
         ]
 
     @classmethod
@@ -112,7 +119,9 @@ class Inventory:
             committed=_snapshot_id(committed),
             damage=damage,
             back=far[0],
-            leave_out=far[1],
+            before=far[1],
+            leave_out=(far[2][0], far[2][1]),
+            restore_step=far[3],
         )
 
 
@@ -120,6 +129,12 @@ def unpack_all(packed: Sequence[list[Any]]) -> list[Inventory]:
     """Return what all ranks packed, by rank: of a node's slots, which all of its ranks have listed, the first list."""
     firsts = {one[0]: rank for rank, one in reversed(list(enumerate(packed)))}
     return [Inventory.unpack(one, with_slots=firsts[one[0]] == rank) for rank, one in enumerate(packed)]
+
+
+def left_out(inventories: Sequence[Inventory]) -> tuple[int, int]:
+    """Return the first and the last step whose samples are left out: of all that some agent asks for."""
+    asked = [i.leave_out for i in inventories if i.leave_out[1]] or [(0, 0)]
+    return min(first for first, _ in asked), max(last for _, last in asked)
 
 
 def _snapshot_id(value: Any) -> SnapshotId | None:

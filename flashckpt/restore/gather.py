@@ -58,7 +58,6 @@ def gather(
     """
     status = directory.path.stat()
     lineage, damage = _lineage(directory, request.root, options)
-    back = env.FLASHCKPT_BACK
     mine = Inventory(
         node=f"{boot_id().hex()}:{status.st_dev}:{status.st_ino}",
         slots=tuple(_slots(directory)),
@@ -71,13 +70,20 @@ def gather(
         request=request.text,
         committed=_committed(directory),
         damage=damage,
-        back=back,
-        leave_out=env.FLASHCKPT_LEAVE_OUT if back else 0,
+        back=env.FLASHCKPT_BACK,
+        before=env.FLASHCKPT_BEFORE,
+        leave_out=_leave_out(),
+        restore_step=env.FLASHCKPT_RESTORE_STEP,
     )
     found = [mine] if collectives.is_alone() else unpack_all(gathered(mine.pack(), ranks_key()))
     refuse_damage(found, directory.job)
     require_same_request(found)
     return found
+
+
+def _leave_out() -> tuple[int, int]:
+    first, _, last = env.FLASHCKPT_LEAVE_OUT.partition("-")
+    return int(first or 0), int(last or 0)
 
 
 def _restarts(directory: JobDirectory) -> int:

@@ -142,6 +142,33 @@ def bad_numbers(folder: Path) -> list[int]:
         return []
 
 
+def note_suspect(folder: Path, first: int, last: int) -> None:
+    """Record that numbers on a rank became bad, or grew as by a flipped bit, in one of these steps of this start."""
+    with (folder / "suspect").open("a", encoding="utf-8") as file:
+        file.write(f"{env.FLASHCKPT_RESTART} {first} {last}\n")
+
+
+def suspect_steps(folder: Path, start: int, restored: int) -> tuple[int, int] | None:
+    """Return the steps in which numbers here became bad first, as far as the ranks know; None where none did.
+
+    To be called after each start: what an earlier one noted is dropped where this one went back to before it.
+
+    Args:
+        folder: Of the agent.
+        start: The number of the start that has ended.
+        restored: The step that it began with; below 0: it did not come so far.
+    """
+    path = folder / "suspect"
+    try:
+        noted = [[int(word) for word in line.split()] for line in path.read_text(encoding="utf-8").splitlines()]
+        left = [one for one in noted if one[0] == start or restored < 0 or one[1] <= restored]
+        if left != noted:
+            _replace(path, "".join(f"{life} {first} {last}\n" for life, first, last in left))
+        return min(((first, last) for _, first, last in left), key=lambda steps: steps[1], default=None)
+    except (OSError, ValueError):  # a line cut short
+        return None
+
+
 def note_display(folder: Path) -> None:
     """Record that a rank draws on the terminal: whoever writes there next erases what is below the cursor first."""
     (folder / "display").touch()

@@ -301,6 +301,20 @@ def test_without_an_older_checkpoint_an_older_snapshot_is_tried_again() -> None:
     assert [c.identity.step for c in select([inventory], RootSummary()).found] == [10]
 
 
+@pytest.mark.parametrize(
+    ("back", "before", "steps"), [(1, 12, [10, 5]), (1, 4, [12, 10, 5]), (2, 6, [5]), (2, 12, [5])]
+)
+def test_one_state_further_back_is_before_numbers_became_bad_where_there_is_one(
+    back: int, before: int, steps: list[int]
+) -> None:
+    slots = [slot(rank, step) for rank in (0, 1) for step in (10, 12, 20)]
+    one = replace(
+        node("a", *slots), back=back, before=before, generation=Generation(number=2, parent=SnapshotId(1, 20))
+    )
+    root = RootSummary(committed=(SnapshotId(1, 5),), prefixes=("step-5",))
+    assert [c.identity.step for c in select([one, node("b")], root).found] == steps
+
+
 def test_the_newest_snapshot_that_every_rank_holds_is_selected_first() -> None:
     inventories = [node("a", slot(0, 10), slot(0, 20)), node("b", slot(1, 10), members=(Member(1, 1),))]
     found = select(inventories, RootSummary(committed=(SnapshotId(1, 5),), prefixes=("step-5",)))
@@ -329,7 +343,9 @@ def test_an_inventory_is_what_was_packed() -> None:
         members=(Member(2, 0),),
         committed=SnapshotId(1, 5),
         back=2,
-        leave_out=11,
+        before=8,
+        leave_out=(9, 11),
+        restore_step=7,
     )
     assert Inventory.unpack(mine.pack()) == mine
 

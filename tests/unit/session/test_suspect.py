@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from support.agents import pretend_agent
 from support.one_rank import agent_of_the_test, crash, finished, step_kept  # noqa: F401 -- fixtures
 
 from flashckpt import Checkpointer
 from flashckpt.cli.ls import ls
 from flashckpt.cli.status import describe, status
 from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.shm.agent_folder import suspect_steps
 from flashckpt.shm.inventory import scan
 
 NAN = float("nan")
@@ -133,14 +135,17 @@ def test_what_was_never_finite_stays_unsuspected_over_a_restart(tmp_path: Path) 
 
 
 def test_a_number_that_grows_a_thousandfold_is_named_and_prefers_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One bit of an exponent: the tensor stays finite."""
+    """One bit of an exponent: the tensor stays finite. The agent knows the step, in case that training fails of it."""
+    (tmp_path / "agent").mkdir()
+    monkeypatch.setenv("FLASHCKPT_AGENT_DIR", pretend_agent(tmp_path / "agent"))
     run = Run(tmp_path)
     for step, value in enumerate((1.0, 500.0, 2.0**30, 4.0), 1):
         run.step(step, value)
     (said,) = [one.getMessage() for one in caplog.records if "grew from" in one.getMessage()]
     assert "step 3] the largest number of 'model.weight' grew from 500 to 1.07e+09" in said
+    assert suspect_steps(tmp_path / "agent", 0, -1) == (3, 3)
     assert run.suspects() == set()
     crash(run.ckpt)
     again = Run(tmp_path)
