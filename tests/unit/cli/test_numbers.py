@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -26,10 +25,10 @@ from flashckpt.storage.factory import open_store
 SIZES = {1: 2.0, 2: 400.0, 3: math.nan}
 
 
-@pytest.fixture(scope="module")
-def persisted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[int, dict[str, float]], Any]]:
-    """Three checkpoints of a weight of 16 numbers, all of one size; the metrics after each; the job's directory."""
-    root = str(tmp_path_factory.mktemp("numbers") / "root")
+@pytest.fixture
+def persisted(tmp_path: Path) -> Iterator[tuple[str, dict[int, dict[str, float]]]]:
+    """Three checkpoints of a weight of 16 numbers, all of one size; the metrics after each."""
+    root = str(tmp_path / "root")
     model = torch.nn.Linear(4, 4, bias=False)
     ckpt = Checkpointer(root, snapshot_every=1, persist_every=1, keep_last=None, job="numbers")
     ckpt.track(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0))
@@ -44,7 +43,7 @@ def persisted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, d
             turn_until(daemon, lambda at=step: at in {one.step for one in list_checkpoints(store)}, f"step {step}")  # type: ignore[misc]
             turn_until(daemon, lambda at=step: daemon.numbers().get("committed_step") == at, "the metrics")  # type: ignore[misc]
             metrics[step] = dict(daemon.numbers())
-        yield root, metrics, directory
+        yield root, metrics
     crash(ckpt)
 
 
@@ -53,25 +52,19 @@ def shown(command: Any, *words: str) -> tuple[Any, str]:
     return json.loads(document), CliRunner().invoke(command, [*words], env={"COLUMNS": "200"}).stdout
 
 
-def test_inspect_shows_magnitude_and_norm_of_each_tensor(persisted: Any) -> None:
+def test_inspect_diff_and_verify_show_magnitudes_norms_that_jumped_and_what_became_nan(persisted: Any) -> None:
     root = persisted[0]
     document, text = shown(inspect, root, "--step", "2", "--tensors")
     (weight,) = [one for one in document["tensors"] if one["fqn"] == "model.weight"]
     assert weight["numbers"] == {"largest": 400.0, "norm": 1600.0, "suspect": False}
     assert "up to 400, norm 1.6e+03" in text
     assert "NOT FINITE, and was before" in shown(inspect, root, "--step", "3", "--tensors")[1]
-
-
-def test_diff_shows_norms_that_jumped_and_what_became_nan(persisted: Any) -> None:
-    root = persisted[0]
     document, text = shown(diff, root, "1", "2")
     assert document["numbers"] == [{"fqn": "model.weight", "norm": [8.0, 1600.0], "suspect": False}]
     assert ["model.weight" in line and "1.6e+03" in line for line in text.splitlines()].count(True) == 1
-    assert shown(diff, root, "2", "3")[0]["numbers"] == [{"fqn": "model.weight", "norm": [1600.0, None], "suspect": True}]  # fmt: skip
-
-
-def test_verify_shows_what_is_not_finite_and_norms_that_jumped_since_the_checkpoint_before(persisted: Any) -> None:
-    root = persisted[0]
+    assert shown(diff, root, "2", "3")[0]["numbers"] == [
+        {"fqn": "model.weight", "norm": [1600.0, None], "suspect": True}
+    ]
     found, text = shown(verify, root, "--step", "2", "--numbers")
     (jumped,) = found["checkpoints"][0]["numbers"]
     assert (jumped["tensor"], jumped["norm_before"], jumped["step_before"]) == ("model.weight", 8.0, 1)
@@ -81,7 +74,7 @@ def test_verify_shows_what_is_not_finite_and_norms_that_jumped_since_the_checkpo
 
 
 def test_metrics_and_the_page_follow_norm_and_magnitude(persisted: Any) -> None:
-    root, metrics, _ = persisted
+    root, metrics = persisted
     assert {step: (one["norm"], one["largest_number"]) for step, one in metrics.items()} == {
         1: (8.0, 2.0),
         2: (1600.0, 400.0),
