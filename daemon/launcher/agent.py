@@ -229,7 +229,7 @@ class DlrunAgent(LocalElasticAgent):
         what = f"numbers became NaN or infinite on {socket.gethostname()} alone, in steps {', '.join(map(str, steps))}"
         if self._stores.has_spare() or self._stores.may_shrink():
             raise NodeCheckError(
-                f"this node is left out: {what}", state="The job goes on without it.", remedy="test its hardware"
+                f"this node is left out: {what}", state="The job continues without it.", remedy="test its hardware"
             )
         if steps != self._bad_steps:
             _log.error("%s: test its hardware; it stays until another node waits", what)

@@ -96,9 +96,9 @@ class Budget:
         """Return the decision to try one state further back after the same failure at the same step; None after `limit` times.
 
         Args:
-            fingerprint: As of `spend`; `HANG` where the ranks hang.
-            step: As of `spend`.
-            limit: Of --escalate.
+            fingerprint: The text that `spend` got; `HANG` where the ranks hang.
+            step: The step that it got.
+            limit: The number of --escalate.
             bad: The steps in one of which numbers became bad first, where that was seen: else the step that failed is blamed.
         """
         taken = self._back.get((fingerprint, step), 0)

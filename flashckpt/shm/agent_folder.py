@@ -163,7 +163,7 @@ def suspect_steps(folder: Path, start: int, restored: int) -> tuple[int, int] | 
         noted = [[int(word) for word in line.split()] for line in path.read_text(encoding="utf-8").splitlines()]
         left = [one for one in noted if one[0] == start or restored < 0 or one[1] <= restored]
         if left != noted:
-            _replace(path, "".join(f"{life} {first} {last}\n" for life, first, last in left))
+            _replace(path, "".join(f"{begun} {first} {last}\n" for begun, first, last in left))
         return min(((first, last) for _, first, last in left), key=lambda steps: steps[1], default=None)
     except (OSError, ValueError):  # a line cut short
         return None

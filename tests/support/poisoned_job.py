@@ -74,8 +74,8 @@ class Job:
         self.sampler = ElasticSampler(
             SAMPLES, dp_rank=self.rank, dp_size=self.world, shuffle=False, global_batch_size=BATCH
         )
-        options = {"snapshot_every": 1, "persist_every": 10, "keep_last": 3, "replicate": int(plan["nodes"] > 1)}
-        self.ckpt = Checkpointer(f"{folder}/root", **options)
+        count = int(plan["nodes"] > 1)
+        self.ckpt = Checkpointer(f"{folder}/root", snapshot_every=1, persist_every=10, keep_last=3, replicate=count)
         over = "world" if self.world > 1 else None
         self.ckpt.track(model=self.model, optimizer=self.optimizer, data=self.sampler, rng=True, replicated_over=over)
         report = self.ckpt.restore()
@@ -90,7 +90,7 @@ class Job:
             while self.step < self.plan["steps"]:
                 fault = faults.get(self.step + 1)
                 loss, ids = self.one_step(fault)
-                total = sum(one.double().sum().item() for one in self.model.parameters())
+                total = math.fsum(one.double().sum().item() for one in self.model.parameters())
                 print(self.step, loss.hex(), total.hex(), ",".join(map(str, ids)), file=trace)
                 if self.step % 10 == 0:
                     self.ckpt.wait()  # raises where memory was damaged before it was persisted: it is not taken again

@@ -271,7 +271,7 @@ class Trainer:
         settings_changed, self.record.settings_changed = self.record.settings_changed, False
         if not (math.isfinite(totals.loss) and math.isfinite(totals.norm)):
             is_state = report_nonfinite(self.parallel, self.train_step.own_losses(), step)
-            if is_state and self.ckpt is not None and self.done != self._rolled_back_to:  # no step mends it
+            if is_state and self.ckpt is not None and self.done != self._rolled_back_to:  # no step repairs it
                 self.guard.count_rollback(totals.loss, totals.norm, step=step)
                 raise SpikeError(step, blames_samples=step == self._bad_at)
         if not self.guard.admit(totals.loss, totals.norm, step=step):
