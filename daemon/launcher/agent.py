@@ -97,7 +97,7 @@ class DlrunAgent(LocalElasticAgent):
         self._pace = Pace()
         self._started_s = self._longest_s = 0.0
         self._stalls, self._slow_start = hang.StallWatch(options.hang_s), hang.SlowStart(0.0)
-        self._has_trained = False
+        self._has_trained = self._is_after_hang = False
         self._knows_cause = True
 
     # -- from start to end
@@ -238,7 +238,7 @@ class DlrunAgent(LocalElasticAgent):
     def _stall(self, rows: Sequence[ControlRow]) -> hang.Stall | None:
         """Return what makes no progress, although no step is due. Where no state would be kept, only a young job is ended for it."""
         ran_s, workers = time.monotonic() - self._started_s, self._worker_group.workers
-        is_starting = not self._has_begun(rows)
+        is_starting = not self._has_begun(rows) and not any(row.paused for row in rows)
         if self._watch.control() is None and ran_s > REFILL_S:
             return None
         ranks = {worker.global_rank: int(worker.id) for worker in workers}
@@ -340,10 +340,10 @@ class DlrunAgent(LocalElasticAgent):
         if isinstance(self._pcontext, WorkerContext):
             self._reporter.started(rendezvous_s=self._rendezvous_s, fork_s=self._pcontext.fork_s)
         self._pace = Pace()
-        known_s = (
-            self._longest_s if self._others(worker_group) is None else 0.0
-        )  # ranks here may wait for those of other nodes
-        self._stalls = hang.StallWatch(self._options.hang_s, known_s)
+        after_hang, self._is_after_hang = self._is_after_hang, False
+        # ranks here may wait for those of other nodes
+        known_s = self._longest_s if after_hang or self._others(worker_group) is None else 0.0
+        self._stalls = hang.StallWatch(self._options.hang_s, known_s, after_hang=after_hang)
         self._slow_start = hang.SlowStart(self._longest_s)
         self._stragglers = Stragglers(self._watch, self._incidents)
         return pids
@@ -434,7 +434,7 @@ class DlrunAgent(LocalElasticAgent):
             group.state = WorkerState.FAILED
             self._reporter.finish("ended")
             return False
-        self._outcome.hang = ""
+        self._is_after_hang, self._outcome.hang = hung, ""
         self._remaining_restarts = self._budget.left
         self._failures += 1
         self._starts += 1

@@ -194,6 +194,10 @@ def launched(args: argparse.Namespace, zygote: ZygoteClient | None = None) -> La
         warm=check_target(args.warm),
         standbys=_standbys(args),
     )
+    if args.restore_step >= 0:
+        _log.warning(
+            "--restore-step %d: what is newer is abandoned; the next launch is to go without", args.restore_step
+        )
     zygote = zygote or ZygoteClient(disabled=_unfit_command(args))
     zygote.prepare()
     outcome = launch(config, command, command_args, zygote=zygote, options=options)

@@ -30,6 +30,8 @@ from flashckpt.state.samplers import Commits
 
 _log = guarded(logging.getLogger("flashckpt"))
 _POLL_S = 0.002
+FORGET = 20
+"""Good snapshots, behind a bad one or a restore, after which a failure is no longer traced to that."""
 SIZES = "job/norm of rank 0", "job/largest number of rank 0"
 """Curves of what is persisted."""
 
@@ -74,6 +76,7 @@ class Session:
         self._pauses, self._pause_lock = 0, threading.Lock()
         self._has_taken, self._refused = self.outcome.report is not None, set[str]()
         self._is_removed = self._is_suspect = False
+        self._noted = FORGET
         self._clean, self._left_out = self._last_step, ""
         self._note_restored()
         first, last = left_out(self.outcome.inventories)
@@ -274,11 +277,8 @@ class Session:
                 snapshot.request.id.generation, rank, step, snapshot.suspects[0],
                 f" and {more} more" if (more := len(snapshot.suspects) - 1) else "",
             )  # fmt: skip
-        is_bad = bool(snapshot.suspects) or snapshot.grown is not None
-        if is_bad and not self._is_suspect and (agent := agent_folder()) is not None:
-            note_suspect(agent, self._clean + 1, step)
+        self._tell_agent(step, is_bad=bool(snapshot.suspects) or snapshot.grown is not None)
         self._is_suspect = bool(snapshot.suspects)
-        self._clean = self._clean if is_bad else step
         if self._left_out and rank == self.mates[0]:  # from here on a restart knows of it too
             self.directory.note(f"behind step {step - 1}: {self._left_out}", LEFT_OUT)
         self._left_out = ""
@@ -290,6 +290,16 @@ class Session:
                 "[gen %d | rank %d | step %d] the largest number of %r grew from %.3g to %.3g since the snapshot before: a spike,"
                 " or a bit that flipped; restore(step=N) goes back", snapshot.request.id.generation, rank, step, *snapshot.grown,
             )  # fmt: skip
+
+    def _tell_agent(self, step: int, *, is_bad: bool) -> None:
+        """Let the agent know the steps in which numbers became bad, and when they have been good again for a while."""
+        agent = agent_folder()
+        if agent is not None and is_bad and not self._is_suspect:
+            note_suspect(agent, self._clean + 1, step)
+        elif agent is not None and self._noted == 1 and not is_bad:
+            note_suspect(agent, 0, 0)
+        self._noted = FORGET if is_bad else max(0, self._noted - 1)
+        self._clean = self._clean if is_bad else step
 
     def _note_where(self, snapshot: Snapshot) -> None:
         """Count what the training thread copied, and log once that it does."""

@@ -143,9 +143,9 @@ def bad_numbers(folder: Path) -> list[int]:
 
 
 def note_suspect(folder: Path, first: int, last: int) -> None:
-    """Record that numbers on a rank became bad, or grew as by a flipped bit, in one of these steps of this start."""
+    """Record that numbers on this rank became bad, or grew as by a flipped bit, in one of these steps of this start; 0, 0: not any more."""
     with (folder / "suspect").open("a", encoding="utf-8") as file:
-        file.write(f"{env.FLASHCKPT_RESTART} {first} {last}\n")
+        file.write(f"{env.FLASHCKPT_RESTART} {env.RANK} {first} {last}\n")
 
 
 def suspect_steps(folder: Path, start: int, restored: int) -> tuple[int, int] | None:
@@ -160,11 +160,15 @@ def suspect_steps(folder: Path, start: int, restored: int) -> tuple[int, int] | 
     """
     path = folder / "suspect"
     try:
-        noted = [[int(word) for word in line.split()] for line in path.read_text(encoding="utf-8").splitlines()]
-        left = [one for one in noted if one[0] == start or restored < 0 or one[1] <= restored]
-        if left != noted:
-            _replace(path, "".join(f"{begun} {first} {last}\n" for begun, first, last in left))
-        return min(((first, last) for _, first, last in left), key=lambda steps: steps[1], default=None)
+        left: list[list[int]] = []
+        for line in path.read_text(encoding="utf-8").splitlines():
+            begun, rank, first, last = map(int, line.split())
+            if not last:
+                left = [one for one in left if one[1] != rank]
+            elif begun == start or restored < 0 or first <= restored:
+                left.append([begun, rank, first, last])
+        _replace(path, "".join("{} {} {} {}\n".format(*one) for one in left))
+        return min(((first, last) for *_, first, last in left), key=lambda steps: steps[1], default=None)
     except (OSError, ValueError):  # a line cut short
         return None
 

@@ -77,6 +77,7 @@ def test_steps_in_which_numbers_became_bad_hold_until_a_start_goes_back_to_befor
 ) -> None:
     assert suspect_steps(tmp_path, 0, -1) is None
     monkeypatch.setenv("FLASHCKPT_RESTART", "0")
-    for first, last in ((5, 6), (3, 4)):
+    for rank, first, last in ((0, 1, 1), (0, 0, 0), (0, 5, 6), (1, 3, 4), (2, 0, 0)):  # two were good again
+        monkeypatch.setenv("RANK", str(rank))
         note_suspect(tmp_path, first, last)
     assert [suspect_steps(tmp_path, *end) for end in ends][-1] == found

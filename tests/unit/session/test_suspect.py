@@ -17,6 +17,7 @@ from flashckpt import Checkpointer
 from flashckpt.cli.ls import ls
 from flashckpt.cli.status import describe, status
 from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.session.session import FORGET
 from flashckpt.shm.agent_folder import suspect_steps
 from flashckpt.shm.inventory import scan
 
@@ -146,9 +147,13 @@ def test_a_number_that_grows_a_thousandfold_is_named_and_prefers_nothing(
     (said,) = [one.getMessage() for one in caplog.records if "grew from" in one.getMessage()]
     assert "step 3] the largest number of 'model.weight' grew from 500 to 1.07e+09" in said
     assert suspect_steps(tmp_path / "agent", 0, -1) == (3, 3)
+    for step in range(5, 3 + FORGET + 1):
+        assert suspect_steps(tmp_path / "agent", 0, -1) == (3, 3)
+        run.step(step, 4.0)
+    assert suspect_steps(tmp_path / "agent", 0, -1) is None
     assert run.suspects() == set()
     crash(run.ckpt)
     again = Run(tmp_path)
     assert again.report is not None
-    assert again.report.step == 4
+    assert again.report.step == 3 + FORGET
     crash(again.ckpt)
