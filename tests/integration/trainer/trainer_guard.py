@@ -238,8 +238,12 @@ def test_2x2x2_under_dlrun_rolls_back_a_norm_spike_and_names_the_ranks_of_a_nan(
     trace = read_trace(folder / "trace.jsonl")
     assert [line["step"] for line in trace] == list(range(1, 11))
     assert [line["step"] for line in trace if line["skipped"]] == [9]
-    assert "step 7: rolled back to step 6, 8 samples are skipped" in output
-    assert "step 9: losses are not finite on rank 6, 7, gradients on rank 0, 1, 2, 3, 4, 5, 6, 7" in output
+    assert "step 7: rolled back to step 6" in output
+    assert "samples of step 7 are left out: 8 of 'sampler'" in output
+    assert (
+        "step 9: losses are not finite on rank 6, 7, gradients on rank 0, 1, 2, 3, 4, 5, 6, 7, parameters on no rank"
+        in output
+    )
     (spike,) = (json.loads(line) for line in (folder / "spikes.jsonl").read_text().splitlines())
     assert (spike["step"], spike["action"]) == (7, "rollback")
     assert all(math.isfinite(float.fromhex(line["loss"])) for line in trace if line["step"] != 9)
