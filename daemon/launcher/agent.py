@@ -523,12 +523,19 @@ class DlrunAgent(LocalElasticAgent):
         ran_s = time.monotonic() - self._started_s
         if report is None:
             decided, step = self._budget.spend(fingerprint="", step=self._pace.highest, ran_s=ran_s), self._pace.highest
-            again = bool(self._outcome.hang) and self._budget.hangs_again(step) and decided.restart
-            return ((self._further_back(HANG, step) or self._budget.hang_stays(step)) if again else None) or decided
+            return self._again(HANG if self._outcome.hang else "", step, decided)
         may_pass, step = report.first.may_pass, report.step
         self._outcome.passing = report.first.code if report.first.code in PASSING_CODES else 0
         decided = self._budget.spend(fingerprint=report.fingerprint, step=step, ran_s=ran_s, may_pass=may_pass)
-        return (self._further_back(report.fingerprint, step) if decided.repeats else None) or decided
+        return self._again(report.crash, step, decided, error=report.fingerprint)
+
+    def _again(self, kind: str, step: int, decided: RestartDecision, *, error: str = "") -> RestartDecision:
+        """Return what is done about a failure: from the second time at a step on, of an error, or of a `kind` without one."""
+        if decided.repeats:
+            return self._further_back(error, step) or decided
+        if not kind or not self._budget.comes_again(kind, step) or not decided.restart:
+            return decided
+        return self._further_back(kind, step) or self._budget.stays(kind, step) or decided
 
     def _further_back(self, fingerprint: str, step: int) -> RestartDecision | None:
         """Return the decision to try an older state after the same failure; None where that may not be, or there is none."""

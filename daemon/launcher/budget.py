@@ -10,8 +10,8 @@ REFILL_STEPS = 20
 """New steps between two failures that refill the budget."""
 ESCALATE = 3
 """How often the same failure at one step restarts the job from one state further back."""
-HANG = "hang"
-"""Stands for an error's text where the ranks hang."""
+HANG = "the ranks hang"
+"""Stands for an error's text where there is none."""
 REFILL_S = 600.0
 """Seconds between two failures that refill it if the script reports no steps and --max-restarts is not given."""
 LONGEST_PAUSE_S = 15.0
@@ -53,7 +53,7 @@ class Budget:
         self._last: tuple[str, int] | None = None
         self._passing = 0
         self._back: dict[tuple[str, int], int] = {}
-        self._hung = -1
+        self._silent = "", -1
 
     def spend(self, *, fingerprint: str, step: int, ran_s: float = 0.0, may_pass: bool = False) -> RestartDecision:
         """Record one failure and decide whether to restart.
@@ -115,20 +115,20 @@ class Budget:
         before = bad[0] if bad else 0
         return RestartDecision(restart=True, back=taken + 1, leave_out=leave_out, before=before, reason=reason)
 
-    def hang_stays(self, step: int) -> RestartDecision | None:
-        """Return the decision to end a job that hangs at one step from every state that was tried; None where none was."""
-        tried = self._tried((HANG, step))
-        reason = f"not restarting: the ranks hang at step {step} again and again{tried}"
+    def stays(self, kind: str, step: int) -> RestartDecision | None:
+        """Return the decision to end a job that fails so at one step from every state that was tried; None where none was."""
+        tried = self._tried((kind, step))
+        reason = f"not restarting: {kind} at step {step} again and again{tried}"
         return RestartDecision(restart=False, repeats=True, reason=reason) if tried else None
 
     def _tried(self, this: tuple[str, int]) -> str:
         count = self._back.get(this, 0)
         return f", and again from {count} older state{'s' if count > 1 else ''}" if count else ""
 
-    def hangs_again(self, step: int) -> bool:
-        """Take note of a hang; whether the one before was at the same step."""
-        before, self._hung = self._hung, step
-        return before == step
+    def comes_again(self, kind: str, step: int) -> bool:
+        """Take note of a failure that is no error of the script; whether the one before was like it, at the same step."""
+        before, self._silent = self._silent, (kind, step)
+        return before == self._silent
 
     def _spent(self) -> str:
         """Return why there is no restart, and what to do about it."""

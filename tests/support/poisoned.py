@@ -87,7 +87,7 @@ def planned(seed: int, faults: int) -> dict[str, Any]:
         "faults": found,
         "ends": bad if kind == "script" else 0,
         "sample": BATCH * (bad - 1) + chosen.randrange(BATCH) if kind == "sample" else -1,
-        "how": chosen.choice(("raise", "nan", "spin")),
+        "how": chosen.choice(("raise", "nan", "spin", "crash")),
         "dtype": dtype,
     }
 

@@ -130,6 +130,8 @@ class Job:
             how = self.plan["how"]
             if how == "raise":
                 raise ValueError("a sample that nobody can read")
+            if how == "crash":
+                signal.raise_signal(signal.SIGSEGV)
             while how == "spin":
                 os.kill(os.getpid(), 0)
             batch[0] = math.nan

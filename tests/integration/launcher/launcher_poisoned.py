@@ -51,7 +51,7 @@ def test_a_fault_of_the_script_ends_the_job_after_the_older_states_were_tried_an
     assert (code, f"began at {left[-1]}\n" in output) == (0, True), output
 
 
-@pytest.mark.parametrize("how", ["raise", "nan", "spin"])
+@pytest.mark.parametrize("how", ["raise", "nan", "spin", "crash"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_sample_that_is_always_bad_is_left_out_the_third_time_and_every_other_is_trained_once(
     how: str, ranks: int, tmp_path: Path

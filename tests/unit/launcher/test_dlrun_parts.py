@@ -370,7 +370,7 @@ def test_the_same_failure_goes_back_as_often_as_it_may_and_the_end_says_how_ofte
     reasons = [one.spend(fingerprint="ValueError", step=step).reason for step in (5, 6)]
     assert "at step 5 twice, and again from 3 older states" in reasons[0]
     assert one.go_back(fingerprint="ValueError", step=6, limit=2) is not None  # another failure has its own count
-    assert [one.hangs_again(step) for step in (7, 7, 8)] == [False, True, False]
+    assert [one.comes_again(budget.HANG, step) for step in (7, 7, 8)] == [False, True, False]
 
 
 def test_samples_of_the_steps_in_which_numbers_became_bad_are_to_blame_before_those_of_the_step_that_failed() -> None:
@@ -379,11 +379,19 @@ def test_samples_of_the_steps_in_which_numbers_became_bad_are_to_blame_before_th
     assert [verdict and verdict.leave_out for verdict in backs] == [(0, 0), (5, 6), (0, 10)]
 
 
+@pytest.mark.parametrize(
+    ("code", "said"), [(-11, "a rank ends by SIGSEGV"), (-6, "a rank ends by SIGABRT"), (-9, ""), (1, ""), (0, "")]
+)
+def test_a_crash_is_told_from_a_kill(code: int, said: str) -> None:
+    first = failure.WorkerExit(rank=0, local_rank=0, pid=1, code=code, at_ns=0)
+    assert failure.FailureReport(first=first, host="a", cause="", others=[], step=5).crash == said
+
+
 def test_a_hang_from_every_state_that_was_tried_ends_the_job() -> None:
     one = budget.Budget(9)
-    assert one.hang_stays(5) is None
+    assert one.stays(budget.HANG, 5) is None
     assert one.go_back(fingerprint=budget.HANG, step=5, limit=1) is not None
-    decided = one.hang_stays(5)
+    decided = one.stays(budget.HANG, 5)
     assert decided is not None
     assert (decided.restart, decided.repeats) == (False, True)
     assert "the ranks hang at step 5 again and again, and again from 1 older state" in decided.reason
