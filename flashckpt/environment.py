@@ -287,7 +287,6 @@ class Environment:
     FLASHCKPT_BACK = _number(
         "rank", "How far back a restore goes after the same failure; 0: to the newest state.", 0, 0, is_given=True
     )
-    FLASHCKPT_BEFORE = _number("rank", "That state is to be from before this step; 0: any.", 0, 0, is_given=True)
     FLASHCKPT_LEAVE_OUT = _matching(
         "rank", "Samples of these steps are left out after a restore.", r"\d+-\d+", "two steps, as 41-43", is_given=True
     )

@@ -89,7 +89,6 @@ class DlrunAgent(LocalElasticAgent):
         self._starts = 0
         self._way_back = WayBack()
         self._bad_steps: list[int] = []
-        self._bad: tuple[int, int] | None = None
         self._failures = 0
         self._rendezvous_s = 0.0
         self._checked = False
@@ -275,11 +274,16 @@ class DlrunAgent(LocalElasticAgent):
             rows = self._rows()
             self._incidents.leaves(hang_states(self._watch, context.pids(), self._beats(rows), _LEAVE_S), rows)
             self._incidents.send(others, restarts=True, decision="")
+        self._end_suspects()
         self._starts += 1
         self._way_back.follow(None, self._watch.job)
         self._restart_judged(group, others)
         if others is not None and (why := findings.why_left(others.store, self._stores.lost_since_the_round_before())):
             _log.error("%s", why)
+
+    def _end_suspects(self) -> None:
+        restored = max((row.restored_step for row in self._rows()), default=-1)
+        agent_folder.end_suspects(self._watch.agent_dir, self._starts, restored)
 
     def _rows(self) -> list[ControlRow]:
         return self._watch.rows(set(self._pcontext.pids().values())) if self._pcontext else []
@@ -362,7 +366,6 @@ class DlrunAgent(LocalElasticAgent):
             job=self._options.job,
             watch=self._watch,
             back=self._way_back.back,
-            before=self._way_back.before,
             leave_out=self._way_back.leave_out,
             restore_step=-1 if self._has_trained else self._options.restore_step,
         )
@@ -408,8 +411,7 @@ class DlrunAgent(LocalElasticAgent):
                 self._reporter.stopped_by(number := self._signals.received[0], report)
                 self._watch.request("persist-now")
                 raise_signal(number)
-        restored = max((row.restored_step for row in self._rows()), default=-1)
-        self._bad = agent_folder.suspect_steps(self._watch.agent_dir, self._starts, restored)
+        self._end_suspects()
         decided = self._judge(report)
         action = decided.reason
         if report is not None:
@@ -541,8 +543,7 @@ class DlrunAgent(LocalElasticAgent):
         """Return the decision to try an older state after the same failure; None where that may not be, or there is none."""
         if step < 0 or not self._options.escalate or not has_older(self._watch.job):
             return None
-        limit = self._options.escalate
-        return self._budget.go_back(fingerprint=fingerprint, step=step, limit=limit, bad=self._bad)
+        return self._budget.go_back(fingerprint=fingerprint, step=step, limit=self._options.escalate)
 
     def _end_hang(self, context: WorkerContext, rows: Sequence[ControlRow], stall: hang.Stall) -> RunResult:
         """Record all stacks, then kill every rank; the rank that differs counts as the one that failed."""

@@ -23,7 +23,7 @@ class RestartDecision:
     """Whether to restart, `pause_s` from now; `reason` is for the user, `repeats` says that the script keeps failing at one step.
 
     `back` above 0: from a state older than the one before, from 2 on from a checkpoint, without the samples of the steps
-    `leave_out`, the first and the last; (0, 0): with all. `before` above 0: from one before that step.
+    `leave_out`, the first and the last; (0, 0): with all. Where it is one step, ranks know better which.
     """
 
     restart: bool
@@ -32,7 +32,6 @@ class RestartDecision:
     pause_s: float = 0.0
     back: int = 0
     leave_out: tuple[int, int] = (0, 0)
-    before: int = 0
 
 
 class Budget:
@@ -90,30 +89,25 @@ class Budget:
         why = ", since this may pass" if may_pass else ""
         return RestartDecision(restart=True, reason=f"restarting all workers{when}{why}, {left}", pause_s=pause_s)
 
-    def go_back(
-        self, *, fingerprint: str, step: int, limit: int, bad: tuple[int, int] | None = None
-    ) -> RestartDecision | None:
+    def go_back(self, *, fingerprint: str, step: int, limit: int) -> RestartDecision | None:
         """Return the decision to try one state further back after the same failure at the same step; None after `limit` times.
 
         Args:
             fingerprint: The text that `spend` got; `HANG` where the ranks hang.
             step: The step that it got.
             limit: The number of --escalate.
-            bad: The steps in one of which numbers became bad first, where that was seen: else the step that failed is blamed.
         """
         taken = self._back.get((fingerprint, step), 0)
         if taken >= limit:
             return None
         self._back[fingerprint, step] = taken + 1
-        first, last = bad or (step + 1, step + 1)
         # the same samples once more: it may have been the machine; then without those to blame, then without all since then
-        leave_out = (0, 0) if not taken else (first, last) if taken == 1 else (0, max(last, step + 1))
-        which = f"of step {last}" if leave_out[0] == last else f"since then, up to step {leave_out[1]},"
+        leave_out = (0, 0) if not taken else (step + 1, step + 1) if taken == 1 else (0, step + 1)
+        which = f"since then, up to step {step + 1}," if taken > 1 else "to blame"
         without = f", and the samples {which} left out where a tracked sampler can do so" if taken else ""
         why = f"the same failure at step {step} again: the state may be bad, so restarting from one state further back"
         reason = f"{why}{without} ({taken + 1} of {limit}, --escalate)"
-        before = bad[0] if bad else 0
-        return RestartDecision(restart=True, back=taken + 1, leave_out=leave_out, before=before, reason=reason)
+        return RestartDecision(restart=True, back=taken + 1, leave_out=leave_out, reason=reason)
 
     def stays(self, kind: str, step: int) -> RestartDecision | None:
         """Return the decision to end a job that fails so at one step from every state that was tried; None where none was."""

@@ -21,7 +21,7 @@ class WayBack:
     """How far back the next start goes, and the steps whose samples it leaves out: until some start has done so, however it ends."""
 
     def __init__(self) -> None:
-        self.back, self.before, self.leave_out = 0, 0, (0, 0)
+        self.back, self.leave_out = 0, (0, 0)
         self._since = 0
 
     def follow(self, decided: RestartDecision | None, job: JobDirectory | None) -> None:
@@ -32,8 +32,7 @@ class WayBack:
         if snapshot > self._since:
             self.leave_out = (0, 0)
         if decided is not None and decided.back:
-            self.back, self.before, self.leave_out = decided.back, decided.before, decided.leave_out
-            self._since = began
+            self.back, self.leave_out, self._since = decided.back, decided.leave_out, began
 
 
 def _newest(job: JobDirectory | None) -> tuple[int, int]:

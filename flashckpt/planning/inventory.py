@@ -59,7 +59,8 @@ class Inventory:
         damage: Why the node's generation record cannot be read; "" if it can.
         back: How far back the agent asks to go after the same failure: 0 to the newest state, from 1 on to one older than
             the last generation began with, from 2 on to a checkpoint.
-        before: The step before which that state is to be, where there is one; 0: any.
+        bad: The steps in one of which numbers on this node became bad first: that state is to be from before them where
+            there is one. (0, 0): not known.
         leave_out: The first and the last step whose samples are left out after the restore, since the job fails there
             again and again; (0, 0): none.
         restore_step: The step that the agent was asked to go back to, by all of them; -1: none.
@@ -77,7 +78,7 @@ class Inventory:
     committed: SnapshotId | None = None
     damage: str = ""
     back: int = 0
-    before: int = 0
+    bad: tuple[int, int] = (0, 0)
     leave_out: tuple[int, int] = (0, 0)
     restore_step: int = -1
 
@@ -95,7 +96,7 @@ class Inventory:
             self.committed,
             self.damage,
             self.back,
-            self.before,
+            self.bad,
             self.leave_out,
             self.restore_step,
         ]
@@ -119,7 +120,7 @@ class Inventory:
             committed=_snapshot_id(committed),
             damage=damage,
             back=far[0],
-            before=far[1],
+            bad=(far[1][0], far[1][1]),
             leave_out=(far[2][0], far[2][1]),
             restore_step=far[3],
         )
@@ -132,9 +133,15 @@ def unpack_all(packed: Sequence[list[Any]]) -> list[Inventory]:
 
 
 def left_out(inventories: Sequence[Inventory]) -> tuple[int, int]:
-    """Return the first and the last step whose samples are left out: of all that some agent asks for."""
+    """Return the first and the last step whose samples are left out: as an agent asks, or in place of one step those to blame."""
     asked = [i.leave_out for i in inventories if i.leave_out[1]] or [(0, 0)]
-    return min(first for first, _ in asked), max(last for _, last in asked)
+    first, last = min(first for first, _ in asked), max(last for _, last in asked)
+    return (bad_steps(inventories) or (first, last)) if first else (first, last)
+
+
+def bad_steps(inventories: Sequence[Inventory]) -> tuple[int, int] | None:
+    """Return the steps in one of which numbers became bad first, on whatever node; None where none knows of any."""
+    return min((i.bad for i in inventories if i.bad[1]), key=lambda steps: steps[1], default=None)
 
 
 def _snapshot_id(value: Any) -> SnapshotId | None:

@@ -10,7 +10,7 @@ from flashckpt.core.lineage import Generation, SlotRecord, by_preference, common
 from flashckpt.core.records import pack, unpack
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, DisagreementError, FlashckptError, NoCheckpointError, RootError, StoreError
-from flashckpt.planning.inventory import Inventory, host_names, node_names
+from flashckpt.planning.inventory import Inventory, bad_steps, host_names, node_names
 
 # -- What a root holds of a job's checkpoints, as far as the choice of a restore point needs it --------------------
 
@@ -248,7 +248,7 @@ def _further_back(
     Of these those from before numbers became bad. Where there are none, the others; all of `wanted` where nothing is older.
     """
     back = max((i.back for i in inventories), default=0)
-    before = min((i.before for i in inventories if i.before), default=0)
+    before, _ = bad_steps(inventories) or (0, 0)
     began = next((one.parent for one in reversed(lineage) if one.parent is not None), None)
     if not back or began is None:
         return wanted

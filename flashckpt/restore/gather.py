@@ -28,7 +28,7 @@ from flashckpt.faults import crash_point
 from flashckpt.logs import guarded
 from flashckpt.planning.inventory import HeldSlot, Inventory, Member, unpack_all
 from flashckpt.planning.selection import RestoreRequest, RootSummary, refuse_damage, require_same_request
-from flashckpt.shm.agent_folder import agent_folder, has_missed, note_waiting, read_job
+from flashckpt.shm.agent_folder import agent_folder, bad_steps, has_missed, note_waiting, read_job
 from flashckpt.shm.control import Control, ControlView
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.job_key import ranks_key
@@ -71,7 +71,7 @@ def gather(
         committed=_committed(directory),
         damage=damage,
         back=env.FLASHCKPT_BACK,
-        before=env.FLASHCKPT_BEFORE,
+        bad=_bad_steps(),
         leave_out=_leave_out(),
         restore_step=env.FLASHCKPT_RESTORE_STEP,
     )
@@ -79,6 +79,10 @@ def gather(
     refuse_damage(found, directory.job)
     require_same_request(found)
     return found
+
+
+def _bad_steps() -> tuple[int, int]:
+    return (env.FLASHCKPT_BACK and (folder := agent_folder()) and bad_steps(folder)) or (0, 0)
 
 
 def _leave_out() -> tuple[int, int]:

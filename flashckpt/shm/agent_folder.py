@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -148,18 +149,26 @@ def note_suspect(folder: Path, first: int, last: int) -> None:
         file.write(f"{env.FLASHCKPT_RESTART} {env.RANK} {first} {last}\n")
 
 
-def suspect_steps(folder: Path, start: int, restored: int) -> tuple[int, int] | None:
-    """Return the steps in which numbers here became bad first, as far as the ranks know; None where none did.
+def bad_steps(folder: Path) -> tuple[int, int] | None:
+    """Return the steps in one of which numbers here became bad first, as far as the ranks know; None where none did."""
+    try:
+        lines = [line.split() for line in (folder / "suspect").read_text(encoding="utf-8").splitlines()]
+        found = [(int(first), int(last)) for *_, first, last in lines]
+    except (OSError, ValueError):
+        return None
+    return min((steps for steps in found if steps[1]), key=lambda steps: steps[1], default=None)
 
-    To be called after each start: what an earlier one noted is dropped where this one went back to before it.
+
+def end_suspects(folder: Path, start: int, restored: int) -> None:
+    """Drop what was noted and holds no more: numbers are good again, or the start that has ended went back to before it.
 
     Args:
-        folder: Of the agent.
-        start: The number of the start that has ended.
+        folder: The agent's.
+        start: The number of that start.
         restored: The step that it began with; below 0: it did not come so far.
     """
     path = folder / "suspect"
-    try:
+    with contextlib.suppress(OSError, ValueError):  # a line cut short
         left: list[list[int]] = []
         for line in path.read_text(encoding="utf-8").splitlines():
             begun, rank, first, last = map(int, line.split())
@@ -168,9 +177,6 @@ def suspect_steps(folder: Path, start: int, restored: int) -> tuple[int, int] | 
             elif begun == start or restored < 0 or first <= restored:
                 left.append([begun, rank, first, last])
         _replace(path, "".join("{} {} {} {}\n".format(*one) for one in left))
-        return min(((first, last) for *_, first, last in left), key=lambda steps: steps[1], default=None)
-    except (OSError, ValueError):  # a line cut short
-        return None
 
 
 def note_display(folder: Path) -> None:

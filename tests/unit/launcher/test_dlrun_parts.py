@@ -373,12 +373,6 @@ def test_the_same_failure_goes_back_as_often_as_it_may_and_the_end_says_how_ofte
     assert [one.comes_again(budget.HANG, step) for step in (7, 7, 8)] == [False, True, False]
 
 
-def test_samples_of_the_steps_in_which_numbers_became_bad_are_to_blame_before_those_of_the_step_that_failed() -> None:
-    one = budget.Budget(9)
-    backs = [one.go_back(fingerprint="x", step=9, limit=3, bad=(5, 6)) for _ in range(3)]
-    assert [verdict and verdict.leave_out for verdict in backs] == [(0, 0), (5, 6), (0, 10)]
-
-
 @pytest.mark.parametrize(
     ("code", "said"), [(-11, "a rank ends by SIGSEGV"), (-6, "a rank ends by SIGABRT"), (-9, ""), (1, ""), (0, "")]
 )
@@ -448,7 +442,7 @@ def test_node_that_learns_of_a_failure_by_the_others_that_rejoin_says_which(
         findings.publish(before, findings.Finding(rank=3, host="b", cause="killed", step=7))
     agent: Any = SimpleNamespace(_starts=0, _stores=mock.Mock(lost_since_the_round_before=lambda: lost), store=before)
     agent._pcontext = None
-    agent._way_back, agent._watch = WayBack(), SimpleNamespace(job=None)
+    agent._way_back, agent._watch, agent._end_suspects = WayBack(), SimpleNamespace(job=None), lambda: None
     agent._others = lambda _: stop.Group(store=agent.store, rank=0, size=3)
     agent._restart_judged = lambda *_: setattr(agent, "store", HashStore())
     with caplog.at_level(logging.WARNING, "flashckpt.dlrun"):

@@ -18,7 +18,7 @@ from flashckpt.cli.ls import ls
 from flashckpt.cli.status import describe, status
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.session.session import FORGET
-from flashckpt.shm.agent_folder import suspect_steps
+from flashckpt.shm.agent_folder import bad_steps, end_suspects
 from flashckpt.shm.inventory import scan
 
 NAN = float("nan")
@@ -146,11 +146,12 @@ def test_a_number_that_grows_a_thousandfold_is_named_and_prefers_nothing(
         run.step(step, value)
     (said,) = [one.getMessage() for one in caplog.records if "grew from" in one.getMessage()]
     assert "step 3] the largest number of 'model.weight' grew from 500 to 1.07e+09" in said
-    assert suspect_steps(tmp_path / "agent", 0, -1) == (3, 3)
+    assert bad_steps(tmp_path / "agent") == (3, 3)
     for step in range(5, 3 + FORGET + 1):
-        assert suspect_steps(tmp_path / "agent", 0, -1) == (3, 3)
+        assert bad_steps(tmp_path / "agent") == (3, 3)
         run.step(step, 4.0)
-    assert suspect_steps(tmp_path / "agent", 0, -1) is None
+    end_suspects(tmp_path / "agent", 0, -1)
+    assert bad_steps(tmp_path / "agent") is None
     assert run.suspects() == set()
     crash(run.ckpt)
     again = Run(tmp_path)
