@@ -82,7 +82,7 @@ def planned(seed: int, faults: int) -> dict[str, Any]:
     return {
         "kind": kind,
         "nodes": 2 if kind == "nodes" else 1,
-        "ranks": 2 if kind == "nodes" or seed % 4 == 3 else 1,
+        "ranks": 2 if kind == "nodes" or seed // len(CLASSES) % 3 == 2 else 1,
         "steps": max(step + 10, bad + 20),
         "faults": found,
         "ends": bad if kind == "script" else 0,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.poisoned import judged, planned, run_job, unbroken
+from support.poisoned import judged, planned, run_job, traced, unbroken
 
 from flashckpt.errors import HangError, RestartBudgetError
 
@@ -65,6 +65,16 @@ def test_a_sample_that_is_always_bad_is_left_out_the_third_time_and_every_other_
 
 def _is_of(plan: dict[str, Any], how: str, ranks: int) -> bool:
     return (plan["kind"], plan["how"], plan["ranks"]) == ("sample", how, ranks)
+
+
+def test_what_one_node_saw_of_its_numbers_counts_where_the_agent_of_another_decides(tmp_path: Path) -> None:
+    """The rank on the second node has the flip."""
+    fault = {"step": 16, "kind": "flip", "where": "exp_avg", "place": 653661, "bit": 5}
+    plan = PLAN | {"ranks": 2, "faults": [fault]}
+    expected = unbroken(tmp_path / "unbroken", plan, 45)
+    code, output = run_job(tmp_path / "job", plan | {"nodes": 2})
+    assert code == 0, output
+    assert traced(tmp_path / "job") == expected, output
 
 
 def test_a_hang_at_one_step_from_every_state_ends_the_job_and_names_those_left(tmp_path: Path) -> None:
