@@ -90,13 +90,15 @@ def _text(by: str, meaning: str, default: str = "", *, kind: str = "text", is_gi
     return Variable(by, meaning, default, kind, str, is_given=is_given)
 
 
-def _matching(by: str, meaning: str, pattern: str, expected: str, *, is_secret: bool = False) -> Variable[str]:
+def _matching(
+    by: str, meaning: str, pattern: str, expected: str, *, is_secret: bool = False, is_given: bool = False
+) -> Variable[str]:
     def read(text: str) -> str:
         if re.fullmatch(pattern, text, re.DOTALL):
             return text
         raise ValueError
 
-    return Variable(by, meaning, "", expected, read, is_secret=is_secret)
+    return Variable(by, meaning, "", expected, read, is_secret=is_secret, is_given=is_given)
 
 
 def _choice(by: str, meaning: str, default: str, choices: tuple[str, ...]) -> Variable[str]:
@@ -285,13 +287,10 @@ class Environment:
     FLASHCKPT_BACK = _number(
         "rank", "How far back a restore goes after the same failure; 0: to the newest state.", 0, 0, is_given=True
     )
-    FLASHCKPT_LEAVE_OUT = _number(
-        "rank",
-        "Samples up to this step are left out after a restore; 0: none.",
-        0,
-        0,
-        is_given=True,
+    FLASHCKPT_LEAVE_OUT = _matching(
+        "rank", "Samples of these steps are left out after a restore.", r"\d+-\d+", "two steps, as 41-43", is_given=True
     )
+    FLASHCKPT_RESTORE_STEP = _number("rank", "As dlrun's `--restore-step`.", -1, -1, is_given=True)
     FLASHCKPT_STACKS_FILE = _text("rank", "File for the stacks of its threads where the ranks hang.", is_given=True)
 
     RANK = _number("rank trainer", "This process among those of the job.", 0, 0, is_given=True)

@@ -303,20 +303,24 @@ class ElasticSampler(Place):
         self.cursor.skips.add(first, last)
         self.cursor.settle(self.position)
 
-    def leave_out(self, done: int, last: int) -> int:
-        """Skip the samples of the steps behind `done`, whose state was restored, up to `last`; return how many they are.
+    def leave_out(self, done: int, first: int, last: int) -> tuple[int, str]:
+        """Skip the samples of the steps `first` to `last`, where the state of step `done` was restored.
+
+        Returns:
+            How many they are, and where in the stream.
 
         Raises:
             SamplerStateError: how many samples a step trains is not known, or an iterator is running.
         """
         self._size_of_step(None)
-        first = end = self.position
-        for _ in range(last - done if self.cursor.sizes else 0):
+        begin = end = self.position
+        for step in range(done + 1, last + 1 if self.cursor.sizes else 0):
+            begin = end if step == first else begin
             end = self.cursor.settled(self.cursor.after_step(end, self.cursor.sizes.at(end)))  # type: ignore[union-attr]
-        samples = self.cursor.skips.count(first, end)
+        samples = self.cursor.skips.count(begin, end)
         if samples:
-            self.skip(first, end)
-        return samples
+            self.skip(begin, end)
+        return samples, f"positions {begin} to {end - 1} of the stream"
 
     def set_weights(self, weights: Mapping[str, int], *, start: int | None = None) -> None:
         """Change the weights of a mixture from stream position `start` (default: the committed one).

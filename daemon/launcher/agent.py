@@ -35,7 +35,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from flashckpt.daemon.launcher import findings, hang, job_secret, node_check
-from flashckpt.daemon.launcher.budget import REFILL_S, Budget, RestartDecision
+from flashckpt.daemon.launcher.budget import HANG, REFILL_S, Budget, RestartDecision
 from flashckpt.daemon.launcher.context import GroupStart, WorkerContext, make_context, script_commands
 from flashckpt.daemon.launcher.elastic_compat import raise_signal, replaced
 from flashckpt.daemon.launcher.failure import FailureReport, is_of_stop, is_wrong_command
@@ -49,7 +49,7 @@ from flashckpt.daemon.launcher.rounds import FreshStoreRendezvous
 from flashckpt.daemon.launcher.stop import AgreedStop, Group, KeyValueStore, StopSignals
 from flashckpt.daemon.launcher.stragglers import Stragglers
 from flashckpt.daemon.launcher.watch import JobWatch
-from flashckpt.daemon.launcher.way_back import has_older, way_back
+from flashckpt.daemon.launcher.way_back import FIX, WayBack, has_older, way_back
 from flashckpt.daemon.machine.process import become_subreaper
 from flashckpt.daemon.zygote.client import ZygoteClient
 from flashckpt.environment import env
@@ -87,7 +87,7 @@ class DlrunAgent(LocalElasticAgent):
         limit = spec.max_restarts if options.restarts_chosen else None
         self._budget = Budget(limit, refill_steps=options.refill_steps)
         self._starts = 0
-        self._back = self._leave_out = 0
+        self._way_back = WayBack()
         self._bad_steps: list[int] = []
         self._failures = 0
         self._rendezvous_s = 0.0
@@ -96,7 +96,7 @@ class DlrunAgent(LocalElasticAgent):
         self._pace = Pace()
         self._started_s = self._longest_s = 0.0
         self._stalls, self._slow_start = hang.StallWatch(options.hang_s), hang.SlowStart(0.0)
-        self._has_trained = False
+        self._has_trained = self._is_after_hang = False
         self._knows_cause = True
 
     # -- from start to end
@@ -217,27 +217,27 @@ class DlrunAgent(LocalElasticAgent):
         return self._end_hang(context, rows, hang.Stall(what="", limit_s=limit_s))
 
     def _leave_if_bad(self) -> None:
-        """Name this node once numbers became bad on it alone again and again, and leave the job where a spare waits.
+        """Name this node once numbers became bad on it alone again and again, and leave the job where it can do without.
 
         Raises:
-            NodeCheckError: a spare takes the place of this node.
+            NodeCheckError: the job can do without this node.
         """
         steps = agent_folder.bad_numbers(self._watch.agent_dir)
         if len(steps) < _BAD_STEPS:
             return
         what = f"numbers became NaN or infinite on {socket.gethostname()} alone, in steps {', '.join(map(str, steps))}"
-        if self._stores.has_spare():
+        if self._stores.has_spare() or self._stores.may_shrink():
             raise NodeCheckError(
-                f"this node is left out: {what}", state="A spare takes its place.", remedy="test its hardware"
+                f"this node is left out: {what}", state="The job continues without it.", remedy="test its hardware"
             )
         if steps != self._bad_steps:
-            _log.error("%s: test its hardware; it stays until a spare waits", what)
+            _log.error("%s: test its hardware; it stays until another node waits", what)
         self._bad_steps = steps
 
     def _stall(self, rows: Sequence[ControlRow]) -> hang.Stall | None:
         """Return what makes no progress, although no step is due. Where no state would be kept, only a young job is ended for it."""
         ran_s, workers = time.monotonic() - self._started_s, self._worker_group.workers
-        is_starting = not self._has_begun(rows)
+        is_starting = not self._has_begun(rows) and not any(row.paused for row in rows)
         if self._watch.control() is None and ran_s > REFILL_S:
             return None
         ranks = {worker.global_rank: int(worker.id) for worker in workers}
@@ -274,11 +274,16 @@ class DlrunAgent(LocalElasticAgent):
             rows = self._rows()
             self._incidents.leaves(hang_states(self._watch, context.pids(), self._beats(rows), _LEAVE_S), rows)
             self._incidents.send(others, restarts=True, decision="")
+        self._end_suspects()
         self._starts += 1
-        self._back = self._leave_out = 0
+        self._way_back.follow(None, self._watch.job)
         self._restart_judged(group, others)
         if others is not None and (why := findings.why_left(others.store, self._stores.lost_since_the_round_before())):
             _log.error("%s", why)
+
+    def _end_suspects(self) -> None:
+        restored = max((row.restored_step for row in self._rows()), default=-1)
+        agent_folder.end_suspects(self._watch.agent_dir, self._starts, restored)
 
     def _rows(self) -> list[ControlRow]:
         return self._watch.rows(set(self._pcontext.pids().values())) if self._pcontext else []
@@ -339,10 +344,10 @@ class DlrunAgent(LocalElasticAgent):
         if isinstance(self._pcontext, WorkerContext):
             self._reporter.started(rendezvous_s=self._rendezvous_s, fork_s=self._pcontext.fork_s)
         self._pace = Pace()
-        known_s = (
-            self._longest_s if self._others(worker_group) is None else 0.0
-        )  # ranks here may wait for those of other nodes
-        self._stalls = hang.StallWatch(self._options.hang_s, known_s)
+        after_hang, self._is_after_hang = self._is_after_hang, False
+        # ranks here may wait for those of other nodes
+        known_s = self._longest_s if after_hang or self._others(worker_group) is None else 0.0
+        self._stalls = hang.StallWatch(self._options.hang_s, known_s, after_hang=after_hang)
         self._slow_start = hang.SlowStart(self._longest_s)
         self._stragglers = Stragglers(self._watch, self._incidents)
         return pids
@@ -360,8 +365,9 @@ class DlrunAgent(LocalElasticAgent):
             failures=self._failures,
             job=self._options.job,
             watch=self._watch,
-            back=self._back,
-            leave_out=self._leave_out,
+            back=self._way_back.back,
+            leave_out=self._way_back.leave_out,
+            restore_step=-1 if self._has_trained else self._options.restore_step,
         )
         if callable(entrypoint) and scripts is None:
             for local_rank, environment in rest["envs"].items():
@@ -405,6 +411,7 @@ class DlrunAgent(LocalElasticAgent):
                 self._reporter.stopped_by(number := self._signals.received[0], report)
                 self._watch.request("persist-now")
                 raise_signal(number)
+        self._end_suspects()
         decided = self._judge(report)
         action = decided.reason
         if report is not None:
@@ -416,9 +423,10 @@ class DlrunAgent(LocalElasticAgent):
             self._incidents.failed(context, self._rows(), report)
         self._incidents.send(others, restarts=decided.restart, decision=action)
         if not decided.restart:
-            self._outcome.repeats = action if decided.repeats else ""
-            if decided.repeats and report is not None:
-                self._outcome.remedy = way_back(self._watch.job, report.step)
+            self._outcome.repeats = action if decided.repeats and not hung else ""
+            if decided.repeats:
+                step = report.step if report is not None else self._pace.highest
+                self._outcome.remedy = way_back(self._watch.job, step, "" if hung else FIX)
             self._stop_workers(group)
             self._conclude(others, restarts=False)
             if others is not None and not self._knows_cause:
@@ -428,11 +436,11 @@ class DlrunAgent(LocalElasticAgent):
             group.state = WorkerState.FAILED
             self._reporter.finish("ended")
             return False
-        self._outcome.hang = ""
+        self._is_after_hang, self._outcome.hang = hung, ""
         self._remaining_restarts = self._budget.left
         self._failures += 1
         self._starts += 1
-        self._back, self._leave_out = decided.back, decided.leave_out
+        self._way_back.follow(decided, self._watch.job)
         time.sleep(decided.pause_s)  # a stop signal ends it, as it ends a rendezvous
         self._restart_judged(group, others)
         if others is not None:
@@ -517,12 +525,19 @@ class DlrunAgent(LocalElasticAgent):
         ran_s = time.monotonic() - self._started_s
         if report is None:
             decided, step = self._budget.spend(fingerprint="", step=self._pace.highest, ran_s=ran_s), self._pace.highest
-            again = bool(self._outcome.hang) and self._budget.hangs_again(step) and decided.restart
-            return (self._further_back("hang", step) if again else None) or decided
+            return self._again(HANG if self._outcome.hang else "", step, decided)
         may_pass, step = report.first.may_pass, report.step
         self._outcome.passing = report.first.code if report.first.code in PASSING_CODES else 0
         decided = self._budget.spend(fingerprint=report.fingerprint, step=step, ran_s=ran_s, may_pass=may_pass)
-        return (self._further_back(report.fingerprint, step) if decided.repeats else None) or decided
+        return self._again(report.crash, step, decided, error=report.fingerprint)
+
+    def _again(self, kind: str, step: int, decided: RestartDecision, *, error: str = "") -> RestartDecision:
+        """Return what is done about a failure: from the second time at a step on, of an error, or of a `kind` without one."""
+        if decided.repeats:
+            return self._further_back(error, step) or decided
+        if not kind or not self._budget.comes_again(kind, step) or not decided.restart:
+            return decided
+        return self._further_back(kind, step) or self._budget.stays(kind, step) or decided
 
     def _further_back(self, fingerprint: str, step: int) -> RestartDecision | None:
         """Return the decision to try an older state after the same failure; None where that may not be, or there is none."""

@@ -10,6 +10,8 @@ REFILL_STEPS = 20
 """New steps between two failures that refill the budget."""
 ESCALATE = 3
 """How often the same failure at one step restarts the job from one state further back."""
+HANG = "the ranks hang"
+"""Stands for an error's text where there is none."""
 REFILL_S = 600.0
 """Seconds between two failures that refill it if the script reports no steps and --max-restarts is not given."""
 LONGEST_PAUSE_S = 15.0
@@ -20,7 +22,8 @@ LONGEST_PAUSE_S = 15.0
 class RestartDecision:
     """Whether to restart, `pause_s` from now; `reason` is for the user, `repeats` says that the script keeps failing at one step.
 
-    `back` above 0: from a state older than the one before, from 2 on from a checkpoint, without the samples up to step `leave_out`.
+    `back` above 0: from a state older than the one before, from 2 on from a checkpoint, without the samples of the steps
+    `leave_out`, the first and the last; (0, 0): with all. Where it is one step, ranks know better which.
     """
 
     restart: bool
@@ -28,7 +31,7 @@ class RestartDecision:
     repeats: bool = False
     pause_s: float = 0.0
     back: int = 0
-    leave_out: int = 0
+    leave_out: tuple[int, int] = (0, 0)
 
 
 class Budget:
@@ -49,7 +52,7 @@ class Budget:
         self._last: tuple[str, int] | None = None
         self._passing = 0
         self._back: dict[tuple[str, int], int] = {}
-        self._hung = -1
+        self._silent = "", -1
 
     def spend(self, *, fingerprint: str, step: int, ran_s: float = 0.0, may_pass: bool = False) -> RestartDecision:
         """Record one failure and decide whether to restart.
@@ -87,25 +90,39 @@ class Budget:
         return RestartDecision(restart=True, reason=f"restarting all workers{when}{why}, {left}", pause_s=pause_s)
 
     def go_back(self, *, fingerprint: str, step: int, limit: int) -> RestartDecision | None:
-        """Return the decision to try one state further back after the same failure at the same step; None after `limit` times."""
+        """Return the decision to try one state further back after the same failure at the same step; None after `limit` times.
+
+        Args:
+            fingerprint: The text that `spend` got; `HANG` where the ranks hang.
+            step: The step that it got.
+            limit: The number of --escalate.
+        """
         taken = self._back.get((fingerprint, step), 0)
         if taken >= limit:
             return None
         self._back[fingerprint, step] = taken + 1
+        # the same samples once more: it may have been the machine; then without those to blame, then without all since then
+        leave_out = (0, 0) if not taken else (step + 1, step + 1) if taken == 1 else (0, step + 1)
+        which = f"since then, up to step {step + 1}," if taken > 1 else "to blame"
+        without = f", and the samples {which} left out where a tracked sampler can do so" if taken else ""
         why = f"the same failure at step {step} again: the state may be bad, so restarting from one state further back"
-        leave_out = step + 1 if taken else 0  # the same samples once more: it may have been the machine
-        without = ", and the samples since then left out where a tracked sampler can do so" if leave_out else ""
         reason = f"{why}{without} ({taken + 1} of {limit}, --escalate)"
         return RestartDecision(restart=True, back=taken + 1, leave_out=leave_out, reason=reason)
+
+    def stays(self, kind: str, step: int) -> RestartDecision | None:
+        """Return the decision to end a job that fails so at one step from every state that was tried; None where none was."""
+        tried = self._tried((kind, step))
+        reason = f"not restarting: {kind} at step {step} again and again{tried}"
+        return RestartDecision(restart=False, repeats=True, reason=reason) if tried else None
 
     def _tried(self, this: tuple[str, int]) -> str:
         count = self._back.get(this, 0)
         return f", and again from {count} older state{'s' if count > 1 else ''}" if count else ""
 
-    def hangs_again(self, step: int) -> bool:
-        """Take note of a hang; whether the one before was at the same step."""
-        before, self._hung = self._hung, step
-        return before == step
+    def comes_again(self, kind: str, step: int) -> bool:
+        """Take note of a failure that is no error of the script; whether the one before was like it, at the same step."""
+        before, self._silent = self._silent, (kind, step)
+        return before == self._silent
 
     def _spent(self) -> str:
         """Return why there is no restart, and what to do about it."""

@@ -77,6 +77,11 @@ OPTIONS: tuple[tuple[str, Any, str], ...] = (
         "How often the same failure at one step restarts from one state further back; 0: it ends the job.",
     ),
     (
+        "restore-step",
+        -1,
+        "Step to go back to at the first start, in memory or on the root: what is newer is abandoned. -1: the newest state.",
+    ),
+    (
         "warm",
         "",
         "MODULE:FUNCTION that rehearses a step in the process that forks restarted workers; none: no rehearsal.",
@@ -181,6 +186,7 @@ def launched(args: argparse.Namespace, zygote: ZygoteClient | None = None) -> La
         hang_s=args.hang_timeout,
         refill_steps=args.refill_steps,
         escalate=args.escalate,
+        restore_step=args.restore_step,
         wait_flush=args.wait_flush or os.getpid() == 1,
         node_check=args.node_check,
         min_nodes=config.min_nodes,
@@ -188,6 +194,10 @@ def launched(args: argparse.Namespace, zygote: ZygoteClient | None = None) -> La
         warm=check_target(args.warm),
         standbys=_standbys(args),
     )
+    if args.restore_step >= 0:
+        _log.warning(
+            "--restore-step %d: what is newer is abandoned; the next launch is to go without", args.restore_step
+        )
     zygote = zygote or ZygoteClient(disabled=_unfit_command(args))
     zygote.prepare()
     outcome = launch(config, command, command_args, zygote=zygote, options=options)

@@ -324,7 +324,7 @@ class WorkerContext(PContext):
 class GroupStart:
     """One start of the worker group on this node: how many starts and failures came before it, how far back it goes.
 
-    `leave_out`: the step up to which samples are left out.
+    `leave_out`: the steps whose samples are left out; `restore_step`: the one to go back to, -1 for the newest.
     """
 
     number: int
@@ -332,7 +332,8 @@ class GroupStart:
     job: str
     watch: JobWatch
     back: int = 0
-    leave_out: int = 0
+    leave_out: tuple[int, int] = (0, 0)
+    restore_step: int = -1
 
     def environment(self, local_rank: int) -> dict[str, str]:
         """Return what dlrun adds to torchrun's environment of a worker."""
@@ -341,7 +342,8 @@ class GroupStart:
             "FLASHCKPT_AGENT_DIR": str(self.watch.agent_dir),
             "FLASHCKPT_RESTART": str(self.number),
             "FLASHCKPT_BACK": str(self.back),
-            "FLASHCKPT_LEAVE_OUT": str(self.leave_out),
+            "FLASHCKPT_LEAVE_OUT": "{}-{}".format(*self.leave_out),
+            "FLASHCKPT_RESTORE_STEP": str(self.restore_step),
             "FLASHCKPT_STACKS_FILE": str(self.watch.stacks_file(local_rank)),
         }
         return {**extra, "FLASHCKPT_JOB_ID": self.job} if self.job else extra

@@ -31,6 +31,8 @@ _SIGNALLED = re.compile(
     re.IGNORECASE,
 )
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+CRASHES = tuple(-number for number in (signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV))
+"""Exit codes of faults of the program, or of what it calls."""
 _CAUSED = "The above exception was the direct cause of the following exception:"
 _MEANING = {
     1: "an exception or an exit(1) in the script",
@@ -133,6 +135,11 @@ class FailureReport:
         first = self.first
         is_own = bool(first.traceback) and not (first.is_echo or first.may_pass or first.is_of_device)
         return fingerprint(self.first) if is_own else ""
+
+    @property
+    def crash(self) -> str:
+        """The signal of a fault of the program that ended the rank, in words; "" for any other end."""
+        return f"a rank ends by {signal.Signals(-self.first.code).name}" if self.first.code in CRASHES else ""
 
     def render(self, action: str) -> str:
         """Return the report as the lines a user reads; `action` says what is done about it."""

@@ -69,13 +69,14 @@ class StallWatch:
     Args:
         explicit_s: See `timeout_s`.
         known_s: How long the longest start of this job took, in seconds; 0: a restart has no limit yet.
+        after_hang: The start before ended in a hang: a rank that uses the processor may be in the same again.
     """
 
-    def __init__(self, explicit_s: float | None, known_s: float = 0.0) -> None:
+    def __init__(self, explicit_s: float | None, known_s: float = 0.0, *, after_hang: bool = False) -> None:
         self._stop_s = MINIMUM_S if explicit_s is None else explicit_s or float("inf")
         least_s = max(LONG_START_S, 10 * known_s) if explicit_s is None else max(self._stop_s, 3 * known_s)
         self._quiet_limit_s = least_s if known_s > 0 else float("inf")
-        self._known_s = known_s
+        self._known_s, self._after_hang = known_s, after_hang
         self._stopped_s: dict[int, float | None] = {}
         self._last_s: float | None = None
         self._quiet_s, self._mark = 0.0, (0.0, 0.0)
@@ -108,12 +109,13 @@ class StallWatch:
         self._quiet_s = 0.0 if self._is_busy(ranks, waited) else self._quiet_s + passed_s
         if self._quiet_s <= self._quiet_limit_s:
             return None
-        what = f"no rank has done anything for {self._quiet_s:.1f} s of a restart (a start took {self._known_s:.1f} s before)"
+        done = "trained a step" if self._after_hang else "done anything"
+        what = f"no rank has {done} for {self._quiet_s:.1f} s of a restart (a start took {self._known_s:.1f} s before)"
         return Stall(what=what, limit_s=self._quiet_limit_s)
 
     def _is_busy(self, ranks: Mapping[int, int], waited: float) -> bool:
         """Return whether the ranks have used the processor since they last had, or wait for storage."""
-        cpu_s = session_cpu_s(set(ranks.values()))
+        cpu_s = 0.0 if self._after_hang else session_cpu_s(set(ranks.values()))
         if cpu_s - self._mark[0] < _BUSY_S and waited == self._mark[1]:
             return False
         self._mark = (cpu_s, waited)

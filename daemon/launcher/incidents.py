@@ -28,7 +28,7 @@ from flashckpt.daemon.launcher import classify, findings
 from flashckpt.daemon.launcher.account import NodeAccount, RankAccount
 from flashckpt.daemon.launcher.classify import LostNode
 from flashckpt.daemon.launcher.context import WorkerContext
-from flashckpt.daemon.launcher.failure import FailureReport, WorkerExit
+from flashckpt.daemon.launcher.failure import CRASHES, FailureReport, WorkerExit
 from flashckpt.daemon.launcher.hang import RankState, frames_of
 from flashckpt.daemon.launcher.stop import Group, KeyValueStore
 from flashckpt.daemon.launcher.watch import JobWatch
@@ -45,8 +45,8 @@ _POLL_S = 0.05
 _LOOK_S = 1.0
 _KEY, _PERSISTER = "flashckpt/account", "flashckpt/persister"
 _FACTS = re.compile(r"NCCL_|GLOO_|CUDA_|TORCH_|NVIDIA_|PYTHONPATH$|LD_LIBRARY_PATH$|OMP_NUM_THREADS$")
-_DEVICE, _CRASHES = re.compile(r"cuda|nccl|device", re.IGNORECASE), (-4, -6, -7, -8, -11)
-"""Errors and exit codes after which the devices are asked, which may take a second."""
+_DEVICE = re.compile(r"cuda|nccl|device", re.IGNORECASE)
+"""Errors, beside the codes of CRASHES, after which the devices are asked, which may take a second."""
 _LOCAL = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES")
 """Variables that may differ from node to node."""
 _GONE = (RuntimeError, ValueError, TypeError, KeyError, TimeoutError)  # the store's host is gone
@@ -123,7 +123,7 @@ class Incidents:
         ]
         what = "lost the connection to another node" if report.elsewhere else report.cause
         first = next(one for one in ranks if one.rank == report.first.rank)
-        asks = _DEVICE.search(f"{first.error}\n{first.trace}") or first.code in _CRASHES
+        asks = _DEVICE.search(f"{first.error}\n{first.trace}") or first.code in CRASHES
         self._note(said.FAILED, report.first.at_ns / 1e9, ranks, first=first.rank, what=what, devices=bool(asks))
 
     @_harmless

@@ -25,6 +25,7 @@ class AgentOptions:
         hang_s: Seconds without a step that count as a hang; 0 switches it off, None learns it from the steps.
         refill_steps: New steps between two failures that give the restart budget back; 0 never.
         escalate: How often the same failure at one step goes one state further back before it ends the job; 0 never.
+        restore_step: The step to go back to until the job has trained; -1: the newest.
         wait_flush: Do not exit until the daemon has persisted the newest snapshot or grace_s has passed.
         node_check: Look for bad and slow nodes before the first generation, and leave them out.
         min_nodes: Fewest nodes the job runs on.
@@ -43,6 +44,7 @@ class AgentOptions:
     hang_s: float | None = None
     refill_steps: int = REFILL_STEPS
     escalate: int = ESCALATE
+    restore_step: int = -1
     wait_flush: bool = False
     node_check: bool = False
     min_nodes: int = 1
@@ -63,7 +65,7 @@ class LaunchOutcome:
     resume: bool = False
     hang: str = ""
     repeats: str = ""
-    remedy: str = "fix the script; its traceback is above"
+    remedy: str = ""
     refused: int = 0
     passing: int = 0
     elsewhere: str = ""
@@ -89,7 +91,7 @@ class LaunchOutcome:
         if self.repeats:
             return RestartBudgetError(self.repeats, remedy=self.remedy)
         if self.hang:
-            return HangError(self.hang, state="All ranks were killed.")
+            return HangError(self.hang, state="All ranks were killed.", remedy=self.remedy)
         if self.passing:
             return UnreachableError(self.passing)
         return FailedElsewhereError(self.elsewhere) if self.elsewhere else None

@@ -7,33 +7,55 @@ import threading
 from collections.abc import Sequence
 
 from flashckpt.checkpoint.catalog import list_checkpoints, open_root
+from flashckpt.daemon.launcher.budget import RestartDecision
 from flashckpt.errors import FlashckptError
 from flashckpt.shm.inventory import scan
 from flashckpt.shm.job_directory import JobConfig, JobDirectory
 
 _LIMIT_S = 20.0
 _SHOWN = 8
+FIX = "fix the script; its traceback is above"
 
 
-def way_back(job: JobDirectory | None, step: int) -> str:
-    """Return what to do about an error that comes again at `step`: to fix the script, or an older state where there is one."""
-    fix = "fix the script; its traceback is above"
+class WayBack:
+    """How far back the next start goes, and the steps whose samples it leaves out: until some start has done so, however it ends."""
+
+    def __init__(self) -> None:
+        self.back, self.leave_out = 0, (0, 0)
+        self._since = 0
+
+    def follow(self, decided: RestartDecision | None, job: JobDirectory | None) -> None:
+        """Take up a decision; one that goes nowhere leaves what is still to be done: no generation began so, no snapshot has it."""
+        began, snapshot = _newest(job)
+        if began > self._since:
+            self.back = 0
+        if snapshot > self._since:
+            self.leave_out = (0, 0)
+        if decided is not None and decided.back:
+            self.back, self.leave_out, self._since = decided.back, decided.leave_out, began
+
+
+def _newest(job: JobDirectory | None) -> tuple[int, int]:
+    """Return the numbers of the generation that began last on this node, and of the last that memory here has a snapshot of."""
+    with contextlib.suppress(FlashckptError, OSError):
+        record = None if job is None else job.read_generation()
+        if job is not None and record is not None:
+            return record.number, max((one.generation for one in scan(job, []).complete()), default=0)
+    return 0, 0
+
+
+def way_back(job: JobDirectory | None, step: int, fix: str = FIX) -> str:
+    """Return what to do about what fails again at `step`: `fix`, or to go back to a state that is left, with the command for each."""
     root, steps = _older(job, step)
     held = _in_memory(job, step)
     if not steps and not held:
         return fix
-    places = [f"memory holds steps {_listed(held)}"] * bool(held)
-    places += [f"{root} holds older checkpoints (steps {_listed(steps)})"] * bool(steps)
-    first = max([*held, *steps])
-    keep = f"; flashckpt keep {root} {steps[0]} keeps that checkpoint" if steps else ""
-    return (
-        f"{fix}. If it is the state that is bad, {' and '.join(places)}:"
-        f" ckpt.restore(step={first}) in the script, for one start, goes back to that one, or to any of them{keep}"
-    )
-
-
-def _listed(steps: Sequence[int]) -> str:
-    return ", ".join(map(str, steps[:_SHOWN])) + (", ..." if len(steps) > _SHOWN else "")
+    left = [(one, "in memory") for one in held] + [(one, f"on {root}") for one in steps if one not in held]
+    left.sort(reverse=True)
+    lines = [f"\n    dlrun --restore-step {one} ...   ({place})" for one, place in left[:_SHOWN]]
+    lines += ["\n    ..."] * (len(left) > _SHOWN)
+    keep = f"\n  flashckpt keep {root} {steps[0]} keeps that checkpoint" if steps else ""
+    return f"{fix}{'. ' if fix else ''}If it is the state that is bad, start once more from one that is left:{''.join(lines)}{keep}"
 
 
 def _in_memory(job: JobDirectory | None, step: int) -> list[int]:

@@ -52,12 +52,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class PersistTotals:
-    """Counters since this daemon started; `persisted_bytes` are bytes of tensors, `persist_seconds` of commits."""
+    """Counters since this daemon started; `persisted_bytes` are bytes of tensors, `persist_seconds` of commits.
+
+    `norm` and `largest_number` are of what this node wrote of the last commit.
+    """
 
     commits: int = 0
     given_up: int = 0
     persisted_bytes: int = 0
     persist_seconds: float = 0.0
+    norm: float = 0.0
+    largest_number: float = 0.0
 
 
 class PersistCoordinator:
@@ -368,6 +373,7 @@ class PersistCoordinator:
             self.committed_s = time.monotonic()
             self.totals.commits += 1
             self.totals.persist_seconds += seconds
+            self.totals.norm, self.totals.largest_number = flush.sizes
         else:
             self.totals.given_up += 1
         with log_context(generation=identity[0], step=identity[1]):

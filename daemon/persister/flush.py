@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -156,6 +157,12 @@ class Flush:
 
     def _writes(self) -> bool:
         return any(not future.done() for future in (self._futures or {}).values())
+
+    @property
+    def sizes(self) -> tuple[float, float]:
+        """Norm and largest magnitude of the finite numbers that this node has written."""
+        found = [index.figures.sizes() for index in self._indexes.values() if index.figures is not None]
+        return math.hypot(*(norm for norm, _ in found)), max((largest for _, largest in found), default=0.0)
 
     def close(self) -> None:
         """End the threads (after their current writes) and release the slots."""

@@ -45,6 +45,8 @@ GAUGES = {
     "snapshot_step": "Step of the newest snapshot that every rank of this node holds in memory.",
     "snapshot_generation": "Generation of that snapshot.",
     "suspect_snapshots": "Snapshots in this node's memory in which numbers became NaN or infinite.",
+    "norm": "Norm of all finite numbers that this node wrote of the newest committed checkpoint.",
+    "largest_number": "Largest magnitude of these numbers.",
     "lag_persist_steps": "Persist steps that are complete in memory and not committed.",
     "persisting": "1 while a snapshot is being persisted.",
     "failing": "1 while the last attempt to persist failed.",

@@ -28,7 +28,7 @@ from flashckpt.shm.capacity import huge_pages
 from flashckpt.shm.control import ControlRow, ControlView
 from flashckpt.shm.incident_files import incidents_in
 from flashckpt.shm.inventory import scan
-from flashckpt.shm.job_directory import JobDirectory, jobs_in_memory, memory_root
+from flashckpt.shm.job_directory import LEFT_OUT, JobDirectory, jobs_in_memory, memory_root
 from flashckpt.shm.job_id import root_url
 from flashckpt.shm.segment import Segment
 
@@ -95,8 +95,7 @@ def describe(directory: JobDirectory) -> dict[str, Any]:
     config, record = read(directory.read_config), read(directory.read_generation)
     daemon = read(directory.read_status)
     rows = read(lambda: _rows(directory)) or []
-    if notice := read(directory.read_notice):
-        notes.append(notice)
+    notes += filter(None, (read(lambda name=name: directory.read_notice(name)) for name in ("notice", LEFT_OUT)))
     view = scan(directory, [record] if record else [])
     newest = max(view.complete(), default=None)
     files = [path.lstat() for path in directory.segments() if path.exists()]

@@ -24,7 +24,7 @@ from flashckpt.cli.common import (
     show,
     step_option,
 )
-from flashckpt.cli.numbers import numbers_of, words_of
+from flashckpt.cli.numbers import jumps, numbers_of, words_of
 from flashckpt.cli.progress import progress
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.errors import DamagedError, FlashckptError
@@ -40,7 +40,11 @@ THREADS = 4
 @root_options
 @step_option
 @click.option("--all", "everything", is_flag=True, help="Verify every checkpoint, not only the newest.")
-@click.option("--numbers", is_flag=True, help="Show also each tensor with NaN or infinity, and whether it became so.")
+@click.option(
+    "--numbers",
+    is_flag=True,
+    help="Show also each tensor with NaN or infinity, and whether it became so; and norms that jumped tenfold.",
+)
 @json_option
 def verify(
     *, root: str, options: tuple[str, ...], step: str | None, everything: bool, numbers: bool, as_json: bool
@@ -64,17 +68,28 @@ def verify(
         results = [verify_checkpoint(store, info, advance) for info in infos]
     if numbers:
         for result in results:
-            result["numbers"] = _not_finite(store, result)
+            result["numbers"] = _odd_numbers(store, result)
     show({"root": store.url, "checkpoints": results}, as_json=as_json, table=lambda: _table(results))
     return DamagedError.exit_code if any(result["damaged"] for result in results) else 0
 
 
-def _not_finite(store: Store, result: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the tensors of a checkpoint that hold NaN or infinity, as its MANIFEST says."""
+def _odd_numbers(store: Store, result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the tensors of a checkpoint that hold NaN or infinity, or whose norm jumped since the one before, as MANIFESTs say."""
     if result["damaged"]:
         return []
     found = numbers_of(read_manifest(store, result["prefix"], values=False))
-    return [{"tensor": fqn} | one for fqn, one in found.items() if one["largest"] is None]
+    odd = [{"tensor": fqn} | one for fqn, one in found.items() if one["largest"] is None]
+    older = [info for info in list_checkpoints(store) if info.step < result["step"]]
+    if older:
+        before = max(older, key=lambda info: info.identity)
+        jumped = jumps(numbers_of(read_manifest(store, before, values=False)), found)
+        names = {one["tensor"] for one in odd}
+        odd += [
+            {"tensor": one["fqn"], **found[one["fqn"]], "norm_before": one["norm"][0], "step_before": before.step}
+            for one in jumped
+            if one["fqn"] not in names
+        ]
+    return odd
 
 
 def verify_checkpoint(store: Store, info: CheckpointInfo, advance: Callable[[int], None]) -> dict[str, Any]:
@@ -154,5 +169,6 @@ def _table(results: list[dict[str, Any]]) -> Table:
         for one in rest:
             table.add_row("", "", "", one["problem"])
         for one in result.get("numbers", []):
-            table.add_row("", "", "", f"{one['tensor']}: {words_of(one)}")
+            since = f", {one['norm_before']:.3g} in step {one['step_before']}" if "step_before" in one else ""
+            table.add_row("", "", "", f"{one['tensor']}: {words_of(one)}{since}")
     return table

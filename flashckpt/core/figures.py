@@ -32,6 +32,12 @@ class TensorFigures(NamedTuple):
         """Return those of rows of which nothing is known."""
         return cls(np.full(rows, -1, np.float32), np.zeros(rows, np.float32), np.zeros(rows, np.bool_))
 
+    def sizes(self, wanted: Any = True) -> tuple[float, float]:
+        """Return the norm and the largest magnitude of all wanted rows of which both are known and finite; 0 where none is."""
+        at = (self.largest >= 0) & np.isfinite(self.largest) & np.isfinite(self.norm) & wanted
+        squares = np.square(self.norm[at], dtype=np.float64).sum()
+        return float(np.sqrt(squares)), float(self.largest[at].max(initial=0.0))
+
     def take(self, rows: Any) -> TensorFigures:
         """Return those of some rows."""
         at = np.asarray(rows, np.int64)

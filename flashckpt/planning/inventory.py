@@ -62,7 +62,11 @@ class Inventory:
         damage: Why the node's generation record cannot be read; "" if it can.
         back: How far back the agent asks to go after the same failure: 0 to the newest state, from 1 on to one older than
             the last generation began with, from 2 on to a checkpoint.
-        leave_out: The step up to which samples are left out after the restore, since the job fails there again and again; 0: none.
+        bad: The steps in one of which numbers on this node became bad first: that state is to be from before them where
+            there is one. (0, 0): not known.
+        leave_out: The first and the last step whose samples are left out after the restore, since the job fails there
+            again and again; (0, 0): none.
+        restore_step: The step that the agent was asked to go back to, by all of them; -1: none.
     """
 
     node: str
@@ -77,7 +81,9 @@ class Inventory:
     committed: SnapshotId | None = None
     damage: str = ""
     back: int = 0
-    leave_out: int = 0
+    bad: tuple[int, int] = (0, 0)
+    leave_out: tuple[int, int] = (0, 0)
+    restore_step: int = -1
 
     def pack(self) -> list[Any]:
         """Return it as msgpack types."""
@@ -93,7 +99,9 @@ class Inventory:
             self.committed,
             self.damage,
             self.back,
+            self.bad,
             self.leave_out,
+            self.restore_step,
         ]
 
     @classmethod
@@ -116,7 +124,9 @@ class Inventory:
             committed=_snapshot_id(committed),
             damage=damage,
             back=far[0],
-            leave_out=far[1],
+            bad=(far[1][0], far[1][1]),
+            leave_out=(far[2][0], far[2][1]),
+            restore_step=far[3],
         )
 
 
@@ -124,6 +134,18 @@ def unpack_all(packed: Sequence[list[Any]]) -> list[Inventory]:
     """Return what all ranks packed, by rank: of a node's slots, which all of its ranks have listed, the first list."""
     firsts = {one[0]: rank for rank, one in reversed(list(enumerate(packed)))}
     return [Inventory.unpack(one, with_slots=firsts[one[0]] == rank) for rank, one in enumerate(packed)]
+
+
+def left_out(inventories: Sequence[Inventory]) -> tuple[int, int]:
+    """Return the first and the last step whose samples are left out: as an agent asks, or in place of one step those to blame."""
+    asked = [i.leave_out for i in inventories if i.leave_out[1]] or [(0, 0)]
+    first, last = min(first for first, _ in asked), max(last for _, last in asked)
+    return (bad_steps(inventories) or (first, last)) if first else (first, last)
+
+
+def bad_steps(inventories: Sequence[Inventory]) -> tuple[int, int] | None:
+    """Return the steps in one of which numbers became bad first, on whatever node; None where none knows of any."""
+    return min((i.bad for i in inventories if i.bad[1]), key=lambda steps: steps[1], default=None)
 
 
 def _snapshot_id(value: Any) -> SnapshotId | None:

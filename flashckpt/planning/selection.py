@@ -17,7 +17,7 @@ from flashckpt.core.lineage import (
 from flashckpt.core.records import pack, unpack
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, DisagreementError, FlashckptError, NoCheckpointError, RootError, StoreError
-from flashckpt.planning.inventory import Inventory, host_names, marks_of, node_names
+from flashckpt.planning.inventory import Inventory, bad_steps, host_names, marks_of, node_names
 from flashckpt.planning.shared_numbers import counting_marks, counts, line_behind
 
 # -- What a root holds of a job's checkpoints, as far as the choice of a restore point needs it --------------------
@@ -98,6 +98,11 @@ class RestoreRequest:
         words = [f"{name}={value!r}" for name, value in given.items() if value is not None]
         words += ["strict=False"] * (not self.strict) + ["fresh=True"] * self.fresh
         return f"restore({', '.join(words)}) from {self.root}"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it leaves to others which state of this job is restored."""
+        return self.step is None and self.generation is None and self.only is None and not self.fresh
 
     @property
     def is_partial(self) -> bool:
@@ -228,7 +233,7 @@ def select(
     ]  # fmt: skip
     if step is None and generation is None:
         wanted = [i for i in wanted if not is_rolled_back(i, lineage)]
-        wanted = _further_back(wanted, on_root, lineage, max((i.back for i in inventories), default=0))
+        wanted = _further_back(wanted, on_root, lineage, inventories)
     holders: dict[SnapshotId, set[Holder]] = {}
     for record in records:
         holders.setdefault(record.identity, set()).add(Holder(record.rank, record.node))
@@ -253,16 +258,22 @@ def select(
 
 
 def _further_back(
-    wanted: list[SnapshotId], on_root: set[SnapshotId], lineage: Sequence[Generation], back: int
+    wanted: list[SnapshotId],
+    on_root: set[SnapshotId],
+    lineage: Sequence[Generation],
+    inventories: Sequence[Inventory],
 ) -> list[SnapshotId]:
     """Return what is older than the state that the last generation began with: from the second time on checkpoints.
 
-    Where there are none, the others; all of `wanted` where nothing is older.
+    Of these those from before numbers became bad. Where there are none, the others; all of `wanted` where nothing is older.
     """
+    back = max((i.back for i in inventories), default=0)
+    before, _ = bad_steps(inventories) or (0, 0)
     began = next((one.parent for one in reversed(lineage) if one.parent is not None), None)
     if not back or began is None:
         return wanted
     older = [i for i in wanted if i < began]
+    older = [i for i in older if i.step < before] or older
     return [i for i in older if back > 1 and i in on_root] or older or wanted
 
 

@@ -28,7 +28,7 @@ from flashckpt.faults import crash_point
 from flashckpt.logs import guarded
 from flashckpt.planning.inventory import HeldSlot, Inventory, Member, unpack_all
 from flashckpt.planning.selection import Candidates, RestoreRequest, RootSummary, refuse_damage, require_same_request
-from flashckpt.shm.agent_folder import agent_folder, has_missed, note_waiting, read_job
+from flashckpt.shm.agent_folder import agent_folder, bad_steps, has_missed, note_waiting, read_job
 from flashckpt.shm.control import Control, ControlView
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.job_key import ranks_key
@@ -58,7 +58,6 @@ def gather(
     """
     status = directory.path.stat()
     lineage, damage = _lineage(directory, request.root, options)
-    back = env.FLASHCKPT_BACK
     mine = Inventory(
         node=f"{boot_id().hex()}:{status.st_dev}:{status.st_ino}",
         slots=tuple(_slots(directory)),
@@ -71,13 +70,24 @@ def gather(
         request=request.text,
         committed=_committed(directory),
         damage=damage,
-        back=back,
-        leave_out=env.FLASHCKPT_LEAVE_OUT if back else 0,
+        back=env.FLASHCKPT_BACK,
+        bad=_bad_steps(),
+        leave_out=_leave_out(),
+        restore_step=env.FLASHCKPT_RESTORE_STEP,
     )
     found = [mine] if collectives.is_alone() else unpack_all(gathered(mine.pack(), ranks_key()))
     refuse_damage(found, directory.job)
     require_same_request(found)
     return found
+
+
+def _bad_steps() -> tuple[int, int]:
+    return (env.FLASHCKPT_BACK and (folder := agent_folder()) and bad_steps(folder)) or (0, 0)
+
+
+def _leave_out() -> tuple[int, int]:
+    first, _, last = env.FLASHCKPT_LEAVE_OUT.partition("-")
+    return int(first or 0), int(last or 0)
 
 
 def _restarts(directory: JobDirectory) -> int:

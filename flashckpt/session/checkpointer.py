@@ -306,6 +306,18 @@ class Checkpointer:
         if self._is_captured:
             self.fence()
 
+    def leave_out(self, first: int, last: int) -> None:
+        """Leave out the samples of steps to come, of tracked samplers that can: those at which training went wrong.
+
+        The same on every rank, behind `restore()`, before the next sample is drawn. A line names and counts them, and so does `flashckpt status`;
+        all others come once, as ever. dlrun does the same where a failure comes again.
+
+        Args:
+            first: A step, counted as before the restore.
+            last: The last such step.
+        """
+        self._alive().leave_out(first, last)
+
     def fence(self) -> None:
         """Return when parameters and optimizer state may be changed. Tracked optimizers call it automatically."""
         if self._session is not None:

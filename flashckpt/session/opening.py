@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,13 +115,11 @@ class Opening:
         layout, inventories = self._open_memory(coordinator)
         refused = self.tracked.ahead.refused  # of what is planned here: a restore plans again
         unread = set(self.tracked.unread)
+        if self.request.is_open and (step := min(i.restore_step for i in inventories)) >= 0:
+            coordinator = replace(coordinator, request=replace(self.request, step=step))
         begin = coordinator.begin_fresh if self.begins_fresh else coordinator.run
         outcome = begin(inventories, own=self.memory.segment)
         self.memory.use_new()
-        if outcome.report is not None and (last := max([i.leave_out for i in inventories])) > outcome.report.step:
-            text = samplers.leave_out(self.tracked.objects, outcome.report.step, last)
-            if text and self.tracked.world.rank == 0:
-                _log.warning("%s", text)
         if [held for i in inventories for held in i.slots if held.suspect]:
             self._name_odd_node(inventories)
         if outcome.report is None and not self.begins_fresh:

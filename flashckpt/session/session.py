@@ -15,11 +15,13 @@ from flashckpt.core.settings import next_step
 from flashckpt.core.snapshot_id import SnapshotId, SnapshotRequest
 from flashckpt.errors import ConfigError, UnsupportedStateError
 from flashckpt.logs import guarded
+from flashckpt.planning.inventory import left_out
 from flashckpt.session.durability import CommitWatch, Skips, Waiting, Wanted
 from flashckpt.session.opening import Callback, NodePlace, OpenedJob
 from flashckpt.session.stop_signals import DeferredSignals
-from flashckpt.shm.agent_folder import agent_folder
+from flashckpt.shm.agent_folder import agent_folder, note_suspect
 from flashckpt.shm.control import CLOSED, PHASES
+from flashckpt.shm.job_directory import LEFT_OUT
 from flashckpt.shm.logged_values import MOST_NAME, LoggedValue, append
 from flashckpt.snapshot.copy_plan import CopyPlan, CurrentPlan
 from flashckpt.snapshot.following import StillPersistedError
@@ -29,6 +31,10 @@ from flashckpt.state.samplers import Commits
 
 _log = guarded(logging.getLogger("flashckpt"))
 _POLL_S = 0.002
+FORGET = 20
+"""Good snapshots, behind a bad one or a restore, after which a failure is no longer traced to that."""
+SIZES = "job/norm of rank 0", "job/largest number of rank 0"
+"""Curves of what is persisted."""
 
 
 class Session:
@@ -73,7 +79,12 @@ class Session:
         self._window_s = 0.0
         self._has_taken, self._refused = self.outcome.report is not None, set[str]()
         self._is_removed = self._is_suspect = False
+        self._noted = FORGET
+        self._clean, self._left_out = self._last_step, ""
         self._note_restored()
+        first, last = left_out(self.outcome.inventories)
+        if self.outcome.report is not None and last > self._last_step:
+            self.leave_out(first, last)
         self._committed = CommitWatch(
             self.directory,
             on_commit=lambda *id_: self._call("on_commit", *id_, may_exit=True),
@@ -114,6 +125,12 @@ class Session:
     def has_agent(self) -> bool:
         """Whether dlrun watches over this rank and its daemon."""
         return agent_folder() is not None
+
+    def leave_out(self, first: int, last: int) -> None:
+        """As `Checkpointer.leave_out`."""
+        self._left_out = samplers.leave_out(self.tracked.objects, self._last_step, first, last)
+        if self._left_out and self.tracked.world.rank == 0:
+            _log.warning("%s", self._left_out)
 
     # -- step --------------------------------------------------------------------------------------------
 
@@ -271,13 +288,29 @@ class Session:
                 snapshot.request.id.generation, rank, step, snapshot.suspects[0],
                 f" and {more} more" if (more := len(snapshot.suspects) - 1) else "",
             )  # fmt: skip
+        self._tell_agent(step, is_bad=bool(snapshot.suspects) or snapshot.grown is not None)
         self._is_suspect = bool(snapshot.suspects)
+        if self._left_out and rank == self.mates[0]:  # from here on a restart knows of it too
+            self.directory.note(f"behind step {step - 1}: {self._left_out}", LEFT_OUT)
+        self._left_out = ""
+        for name, value in zip(SIZES, snapshot.sizes, strict=True) if rank == 0 and snapshot.request.persist else ():
+            append(self.directory.path, LoggedValue(snapshot.request.id.generation, step, name, value))
         if snapshot.grown is not None:
             self.stats["grown"] += 1
             _log.warning(
                 "[gen %d | rank %d | step %d] the largest number of %r grew from %.3g to %.3g since the snapshot before: a spike,"
                 " or a bit that flipped; restore(step=N) goes back", snapshot.request.id.generation, rank, step, *snapshot.grown,
             )  # fmt: skip
+
+    def _tell_agent(self, step: int, *, is_bad: bool) -> None:
+        """Let the agent know the steps in which numbers became bad, and when they have been good again for a while."""
+        agent = agent_folder()
+        if agent is not None and is_bad and not self._is_suspect:
+            note_suspect(agent, self._clean + 1, step)
+        elif agent is not None and self._noted == 1 and not is_bad:
+            note_suspect(agent, 0, 0)
+        self._noted = FORGET if is_bad else max(0, self._noted - 1)
+        self._clean = self._clean if is_bad else step
 
     def _note_where(self, snapshot: Snapshot) -> None:
         """Count what the training thread copied, and log once that it does."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -140,6 +141,42 @@ def bad_numbers(folder: Path) -> list[int]:
         return sorted({int(step) for step in (folder / "bad-numbers").read_text(encoding="utf-8").split()})
     except OSError:
         return []
+
+
+def note_suspect(folder: Path, first: int, last: int) -> None:
+    """Record that numbers on this rank became bad, or grew as by a flipped bit, in one of these steps of this start; 0, 0: not any more."""
+    with (folder / "suspect").open("a", encoding="utf-8") as file:
+        file.write(f"{env.FLASHCKPT_RESTART} {env.RANK} {first} {last}\n")
+
+
+def bad_steps(folder: Path) -> tuple[int, int] | None:
+    """Return the steps in one of which numbers here became bad first, as far as the ranks know; None where none did."""
+    try:
+        lines = [line.split() for line in (folder / "suspect").read_text(encoding="utf-8").splitlines()]
+        found = [(int(first), int(last)) for *_, first, last in lines]
+    except (OSError, ValueError):
+        return None
+    return min((steps for steps in found if steps[1]), key=lambda steps: steps[1], default=None)
+
+
+def end_suspects(folder: Path, start: int, restored: int) -> None:
+    """Drop what was noted and holds no more: numbers are good again, or the start that has ended went back to before it.
+
+    Args:
+        folder: The agent's.
+        start: The number of that start.
+        restored: The step that it began with; below 0: it did not come so far.
+    """
+    path = folder / "suspect"
+    with contextlib.suppress(OSError, ValueError):  # a line cut short
+        left: list[list[int]] = []
+        for line in path.read_text(encoding="utf-8").splitlines():
+            begun, rank, first, last = map(int, line.split())
+            if not last:
+                left = [one for one in left if one[1] != rank]
+            elif begun == start or restored < 0 or first <= restored:
+                left.append([begun, rank, first, last])
+        _replace(path, "".join("{} {} {} {}\n".format(*one) for one in left))
 
 
 def note_display(folder: Path) -> None:

@@ -33,6 +33,8 @@ from flashckpt.shm.private import (
 _REMOVAL_S = 10.0
 _PAGE = 4096
 _NOTICE_BYTES = 1000
+LEFT_OUT = "left-out"
+"""Name of the note of samples that were left out last."""
 _SETTLED_NS = 100_000_000
 """Clocks of file systems have ticks of a few milliseconds."""
 NO_STATUS = (0, 0, 0)

@@ -67,7 +67,7 @@ class Snapshot:
         found_full: Whether from now on the training thread copies, as no core was free for this copy.
         figures: Of its chunks, like `digests`.
         suspects: Parameters and optimizer state in it that became non-finite.
-        grown: As of `NumbersWatch`.
+        grown: As of `NumbersWatch`, like `sizes`.
         nonfinite: Name of one that is not finite and always was, once in a run; "" else.
         following: Where it is written behind the persist of the snapshot before it in its slot; None where the slot is free.
         started_s, copied_s, done_s: `time.perf_counter()` of the phases.
@@ -97,6 +97,7 @@ class Snapshot:
     found_full: bool = False
     suspects: Sequence[str] = ()
     grown: tuple[str, float, float] | None = None
+    sizes: tuple[float, float] = (0.0, 0.0)
     nonfinite: str = ""
     lock: threading.Lock = field(default_factory=threading.Lock)
     offer: Offer = field(default_factory=Offer)
@@ -342,7 +343,7 @@ class Stager:
         values = snapshot.values.packed()
         manifest = Manifest.of(snapshot.request, table=layout.table, digests=digests, values=values, figures=figures)
         snapshot.suspects, snapshot.nonfinite = manifest.suspects, self._numbers.report()
-        snapshot.grown = self._numbers.grown
+        snapshot.grown, snapshot.sizes = self._numbers.grown, self._numbers.sizes
         encoded = encode_manifest(manifest, table_bytes=layout.table_bytes)
         snapshot.buffer.close()
         snapshot.writer.commit(encoded, data_bytes=layout.total, suspect=bool(snapshot.suspects) + self._numbers.is_own)

@@ -348,6 +348,7 @@ class NumbersWatch:
 
     Attributes:
         is_own: Some of what is suspect in the last one no other rank holds.
+        sizes: Norm and largest magnitude of all parameters and optimizer state of this rank in the last one that are finite.
         grown: A tensor whose largest number grew JUMP times since the one before, from what, to what; None else.
     """
 
@@ -357,11 +358,13 @@ class NumbersWatch:
         self._known: Sequence[str] | None = None
         self._before: tuple[StateLayout, npt.NDArray[np.float32]] | None = None
         self.grown: tuple[str, float, float] | None = None
+        self.sizes = 0.0, 0.0
 
     def look(self, layout: StateLayout, figures: TensorFigures) -> TensorFigures:
         """Return the figures of a snapshot with what is suspect in them."""
         table = layout.table
         fenced = layout.structure.fenced[layout.row_tensors]
+        self.sizes = figures.sizes(fenced)
         rows = np.flatnonzero(fenced & np.isinf(figures.largest)).tolist()
         names = {table.fqn(row) for row in rows}
         if self._by_design is None:
@@ -384,7 +387,7 @@ class NumbersWatch:
         before, self._before = self._before, (layout, largest)
         if before is None or before[0] is not layout:
             return None
-        grown = np.flatnonzero(fenced & (before[1] > 0) & np.isfinite(largest) & (largest > JUMP * before[1]))
+        grown = np.flatnonzero(fenced & (before[1] > 0) & np.isfinite(largest) & (largest / JUMP > before[1]))
         if not grown.size:
             return None
         row = int(grown[np.argmax(largest[grown] / before[1][grown])])

@@ -120,17 +120,19 @@ def _placed(thing: Any) -> Any:
     return None
 
 
-def leave_out(tracked: Mapping[str, Any], done: int, last: int) -> str:
-    """Leave out the samples of the steps from `done` (restored) to `last`, at which the job fails; return what was done."""
-    found = [f"the samples of steps {done + 1} to {last}, at which the job failed again and again, are left out:"]
+def leave_out(tracked: Mapping[str, Any], done: int, first: int, last: int) -> str:
+    """Leave out the samples of the steps `first` to `last`, where the state of step `done` was restored; return what was done."""
+    first, found = max(first, done + 1), list[str]()
     for name, thing in tracked.items():
         part = next((part for part in _parts_of(thing) if callable(getattr(part, "leave_out", None))), None)
         if part is not None:
             try:
-                found.append(f"{part.leave_out(done, last)} of {name!r}")
+                samples, spans = part.leave_out(done, first, last)
+                found.append(f"{samples} of {name!r} ({spans})")
             except FlashckptError as error:
                 found.append(f"none of {name!r} ({error.problem})")
-    return " ".join(found) if found[1:] else ""
+    steps = f"step {last}" if first == last else f"steps {first} to {last}"
+    return f"samples of {steps} are left out: {', '.join(found)}" if found else ""
 
 
 class Commits:

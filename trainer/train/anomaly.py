@@ -64,13 +64,15 @@ class Guard:
         self._spend("spiked", loss, norm, expected=self._usual())
         self._see(loss, norm)
 
-    def count_rollback(self, loss: float, norm: float) -> None:
-        """Count a spike for which the run is rolled back.
+    def count_rollback(self, loss: float, norm: float, *, step: int) -> None:
+        """Count a spike, or a state that is not finite, for which the run is rolled back.
 
         Raises:
             DivergedError: the budget is used up.
         """
-        self._spend("spiked", loss, norm, expected=self._usual())
+        self._step, is_spike = step, math.isfinite(loss) and math.isfinite(norm)
+        expected = self._usual() if is_spike else "finite numbers"
+        self._spend("spiked" if is_spike else "was not finite", loss, norm, expected=expected)
         self.reached = max(self.reached, self._step)
 
     def _spend(self, what: str, loss: float, norm: float, *, expected: str) -> None:

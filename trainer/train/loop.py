@@ -101,7 +101,7 @@ class Trainer:
         self.hooks = hooks_of(HookedRun(config=config, parallel=self.parallel, **own))
         self.ckpt: Checkpointer | None = None
         self.done = 0
-        self._rolled_back_to = -1
+        self._rolled_back_to = self._bad_at = -1
         self._accepted = self._overflowed = self._has_weights = self._owes_persist = False
         seed_rng(config, self.parallel)
 
@@ -191,16 +191,18 @@ class Trainer:
         return 0
 
     def _roll_back(self, spike: SpikeError) -> None:
-        """Restore the newest snapshot in memory, and skip the samples between it and the spike. Collective."""
+        """Restore the newest clean snapshot, and leave out the samples between it and the spike if they are to blame. Collective."""
         assert self.ckpt is not None
         budget = self.guard.budget()
         self.ckpt.close()  # while `spike` is being handled: close() then keeps the snapshots
         self._restore()
         self.guard.keep_budget(budget)
         self._rolled_back_to = self.done
-        skipped = self.data.sampler.leave_out(self.done, spike.step)
+        say_once(logging.WARNING, f"step {spike.step}: rolled back to step {self.done}")
+        if spike.blames_samples:
+            self.ckpt.leave_out(self.done + 1, spike.step)
+        self._bad_at = spike.step
         self._open_outputs()
-        logger.warning("step %d: rolled back to step %d, %d samples are skipped", spike.step, self.done, skipped)
 
     def _fence(self) -> None:
         """Wait until no snapshot is copying the weights or their average any more."""
@@ -211,7 +213,7 @@ class Trainer:
         """Train one step and return its record. Collective.
 
         Raises:
-            SpikeError: the loss or the gradient norm spiked and the run is to be rolled back; nothing was changed.
+            SpikeError: the loss or the gradient norm spiked, or the state is bad, and the run is to be rolled back.
             DivergedError: the guard gave up.
         """
         self.timer.start()
@@ -275,7 +277,10 @@ class Trainer:
         """Return whether the optimizer may step; every rank holds the same totals and makes the same decision."""
         settings_changed, self.record.settings_changed = self.record.settings_changed, False
         if not (math.isfinite(totals.loss) and math.isfinite(totals.norm)):
-            report_nonfinite(self.parallel, self.train_step.own_losses(), step)
+            is_state = report_nonfinite(self.parallel, self.train_step.own_losses(), step)
+            if is_state and self.ckpt is not None and self.done != self._rolled_back_to:  # no step repairs it
+                self.guard.count_rollback(totals.loss, totals.norm, step=step)
+                raise SpikeError(step, blames_samples=step == self._bad_at)
         if not self.guard.admit(totals.loss, totals.norm, step=step):
             return False
         if not (self.guard.is_spike(totals.loss) or self.guard.is_norm_spike(totals.norm)):
@@ -292,7 +297,7 @@ class Trainer:
         if self.parallel.reporter:
             self.hooks.spike(step, totals.loss, totals.norm, self.data.global_ids(), action)
         if action == "rollback":
-            self.guard.count_rollback(totals.loss, totals.norm)
+            self.guard.count_rollback(totals.loss, totals.norm, step=step)
             raise SpikeError(step)
         if action == "skip":
             self.guard.skip_spike(totals.loss, totals.norm)

@@ -16,8 +16,8 @@ _NAMED = 3
 """Parameters that a rank names; the first NaN of a step is in few, or in all."""
 
 
-def report_nonfinite(parallel: Parallel, losses: Sequence[Tensor], step: int) -> tuple[list[int], list[int]]:
-    """Log where a step is not finite; return the ranks with such losses, and those with such gradients. Collective.
+def report_nonfinite(parallel: Parallel, losses: Sequence[Tensor], step: int) -> bool:
+    """Log where a step is not finite; return whether parameters are not: the state is bad, and not the batch alone. Collective.
 
     Gradients are those after the sum over data-parallel ranks: a rank is named for the part that it holds. Losses are of
     the samples of a rank.
@@ -29,19 +29,22 @@ def report_nonfinite(parallel: Parallel, losses: Sequence[Tensor], step: int) ->
     """
     named = [pair for part in parallel.bare_parts() for pair in part.named_parameters()]
     bad = [name for name, p in named if p.grad is not None and not _is_finite(local_tensor(p.grad))]
-    flags = torch.zeros(2, dist.get_world_size(), device=parallel.device)
+    state = [name for name, p in named if not _is_finite(local_tensor(p.detach()))]
+    flags = torch.zeros(3, dist.get_world_size(), device=parallel.device)
     flags[0, dist.get_rank()] = float(not all(map(_is_finite, losses)))
     flags[1, dist.get_rank()] = float(bool(bad))
+    flags[2, dist.get_rank()] = float(bool(state))
     dist.all_reduce(flags)
-    by_loss, by_gradient = ([rank for rank, flag in enumerate(row) if flag] for row in flags.tolist())
+    by_loss, by_gradient, by_state = ([rank for rank, flag in enumerate(row) if flag] for row in flags.tolist())
     if bad:
         more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
         logger.warning("step %d: gradients of %s%s are not finite here", step, ", ".join(bad[:_NAMED]), more)
     if dist.get_rank() == 0:
         logger.warning(
-            "step %d: losses are not finite on %s, gradients on %s", step, _ranks(by_loss), _ranks(by_gradient)
-        )
-    return by_loss, by_gradient
+            "step %d: losses are not finite on %s, gradients on %s, parameters on %s",
+            step, _ranks(by_loss), _ranks(by_gradient), _ranks(by_state),
+        )  # fmt: skip
+    return bool(by_state)
 
 
 def _is_finite(value: Tensor) -> bool:

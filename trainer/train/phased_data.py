@@ -44,18 +44,23 @@ class PhasedSampler:
         if (position := self._data.next_position) is not None:
             self._data.go_to(position)
 
-    def leave_out(self, done: int, last: int) -> int:
-        """See ElasticSampler; an order that has yet to begin will do so behind what is left out of it."""
-        inner, samples = self._data.inner, Counter[int]()
+    def leave_out(self, done: int, first: int, last: int) -> tuple[int, str]:
+        """See ElasticSampler; an order that has yet to begin will do so behind what is left out of it, from its first step on."""
+        inner, samples, here = self._data.inner, Counter[int](), self._data.phase.stream
+        begin = inner.position
         for step in range(done + 1, last + 1):
             phase = phase_at(self._data.phases, step)
-            samples[phase.stream] += phase.config.train.global_batch
+            size = phase.config.train.global_batch
+            if step >= first or phase.stream != here:
+                samples[phase.stream] += size
+            else:
+                begin = inner.cursor.after_step(begin, size)
         for stream, count in samples.items():
-            if stream == self._data.phase.stream:
-                inner.skip(inner.position, inner.cursor.after_step(inner.position, count))
+            if stream == here:
+                inner.skip(begin, inner.cursor.after_step(begin, count))
             else:
                 self._data.skipped[stream] = self._data.skipped.get(stream, 0) + count
-        return samples.total()
+        return samples.total(), f"of streams {', '.join(map(str, samples))}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the phase and the state of its sampler."""

@@ -65,8 +65,8 @@ class RunRecord:
 
 
 class SpikeError(Exception):
-    """The loss spiked at `step` and the run is to be rolled back."""
+    """The loss spiked at `step`, or the state was bad there, and the run is to be rolled back; `blames_samples`: without them."""
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, *, blames_samples: bool = True) -> None:
         super().__init__(f"loss spike at step {step}")
-        self.step = step
+        self.step, self.blames_samples = step, blames_samples

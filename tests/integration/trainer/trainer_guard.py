@@ -8,6 +8,7 @@ import os
 from typing import Any
 
 import pytest
+import torch
 from support.dlrun import run_dlrun
 from support.ranks import run_ranks, values, wait_for
 from support.training import run_config, write_corpus
@@ -41,8 +42,11 @@ def config_of(text: Any, name: str, **sections: Any) -> dict[str, Any]:
     )
 
 
-def run_judged(_rank: int, config_values: Any, spike_at: int, nan_at: int) -> Any:
-    """Run to the end with a guard that sees a spike at the first visit of one step, and a NaN loss at another."""
+def run_judged(_rank: int, config_values: Any, spike_at: int, nan_at: int, bad: tuple[int, int]) -> Any:
+    """Run to the end with a guard that sees a spike at the first visit of one step, and a NaN loss at another.
+
+    Behind the second element of `bad` a parameter of the last rank becomes NaN, on so many visits as the first says.
+    """
     config = from_values(config_values)
     layout = prepare(config, int(os.environ["WORLD_SIZE"]))
     with process_group(config) as device:
@@ -54,6 +58,15 @@ def run_judged(_rank: int, config_values: Any, spike_at: int, nan_at: int) -> An
             visits.append(step)
             return plain(self, math.nan if step == nan_at else loss, norm, step=step)
 
+        commit, parameter = trainer._commit, next(trainer.parallel.bare_parts()[0].parameters())
+
+        def poisoned(step: int) -> float:
+            if step == bad[1] and visits.count(step) <= bad[0] and _rank == 1:
+                with torch.no_grad():
+                    parameter.view(-1)[0] = math.nan
+            return commit(step)
+
+        trainer._commit = poisoned  # type: ignore[method-assign]  # behind the optimizer, before the snapshot
         trainer.guard.admit = admit.__get__(trainer.guard)  # type: ignore[method-assign]  # what the loop asks
         trainer.guard.is_spike = lambda loss: visits[-1] == spike_at and visits.count(spike_at) == 1  # type: ignore[method-assign]
         code = trainer.run()
@@ -66,8 +79,10 @@ def text(tmp_path_factory: Any) -> Any:
     return folder, write_corpus(folder / "text")
 
 
-def run(text: Any, name: str, spike_at: int = -1, nan_at: int = -1, **sections: Any) -> tuple[Any, Any]:
-    ranks = values(run_ranks(run_judged, 2, config_of(text, name, **sections), spike_at, nan_at, timeout_s=100))
+def run(
+    text: Any, name: str, spike_at: int = -1, nan_at: int = -1, bad: tuple[int, int] = (0, 0), **sections: Any
+) -> tuple[Any, Any]:
+    ranks = values(run_ranks(run_judged, 2, config_of(text, name, **sections), spike_at, nan_at, bad, timeout_s=100))
     assert ranks[0] == ranks[1]  # the ranks decide alike
     return ranks[0], read_trace(text[0] / name / "trace.jsonl")
 
@@ -112,6 +127,21 @@ def test_a_spike_rolls_back_to_memory_and_its_samples_are_left_out(text: Any, pl
     (spike,) = (json.loads(line) for line in (text[0] / "spike" / "spikes.jsonl").read_text().splitlines())
     assert (spike["step"], spike["action"], len(spike["samples"])) == (6, "rollback", 8)
     wait_for(lambda: not (memory_root() / "test-spike").exists(), what="the job's memory to be given back")
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_state_that_becomes_bad_is_rolled_back_with_the_same_samples_and_the_second_time_without_them(
+    times: int, text: Any, plain: Any
+) -> None:
+    """Whatever `on_spike` says: no later step mends NaN in a weight. The snapshot that has it is passed over."""
+    name = f"bad{times}"
+    checkpoint = {"root": str(text[0] / f"root-{name}"), "job": f"test-{name}", "snapshot_every": 2}
+    told, trace = run(text, name, bad=(times, 6), checkpoint=checkpoint)
+    assert told == {"code": 0, "visits": [1, 2, 3, 4, 5, 6, *[5, 6] * times, 7, 8, 9], "spent": times, "skipped": 0}
+    left = 3 if times == 2 else 0  # steps 5 to 7
+    assert [line["samples"] for line in trace[4 : 9 - left]] == [line["samples"] for line in plain[4 + left : 9]]
+    if not left:
+        assert [line["loss"] for line in trace] == [line["loss"] for line in plain]
 
 
 def test_a_skipped_spike_changes_no_parameter_but_the_data_goes_on(text: Any, plain: Any) -> None:
@@ -208,8 +238,12 @@ def test_2x2x2_under_dlrun_rolls_back_a_norm_spike_and_names_the_ranks_of_a_nan(
     trace = read_trace(folder / "trace.jsonl")
     assert [line["step"] for line in trace] == list(range(1, 11))
     assert [line["step"] for line in trace if line["skipped"]] == [9]
-    assert "step 7: rolled back to step 6, 8 samples are skipped" in output
-    assert "step 9: losses are not finite on rank 6, 7, gradients on rank 0, 1, 2, 3, 4, 5, 6, 7" in output
+    assert "step 7: rolled back to step 6" in output
+    assert "samples of step 7 are left out: 8 of 'sampler'" in output
+    assert (
+        "step 9: losses are not finite on rank 6, 7, gradients on rank 0, 1, 2, 3, 4, 5, 6, 7, parameters on no rank"
+        in output
+    )
     (spike,) = (json.loads(line) for line in (folder / "spikes.jsonl").read_text().splitlines())
     assert (spike["step"], spike["action"]) == (7, "rollback")
     assert all(math.isfinite(float.fromhex(line["loss"])) for line in trace if line["step"] != 9)

@@ -32,6 +32,7 @@ from flashckpt.daemon.launcher import budget, cli, failure, findings, hang, ledg
 from flashckpt.daemon.launcher.agent import DlrunAgent
 from flashckpt.daemon.launcher.rounds import JobNotes
 from flashckpt.daemon.launcher.watch import JobWatch
+from flashckpt.daemon.launcher.way_back import WayBack
 from flashckpt.daemon.machine.process import (
     adopt_parent,
     exit_code,
@@ -362,13 +363,32 @@ def test_the_same_failure_goes_back_as_often_as_it_may_and_the_end_says_how_ofte
     one, reasons = budget.Budget(9), []
     for _ in range(2):
         one.spend(fingerprint="ValueError", step=5)
-    backs = [one.go_back(fingerprint="ValueError", step=5, limit=2) for _ in range(3)]
+    backs = [one.go_back(fingerprint="ValueError", step=5, limit=3) for _ in range(4)]
     found = [verdict and (verdict.restart, verdict.back, verdict.leave_out) for verdict in backs]
-    assert found == [(True, 1, 0), (True, 2, 6), None], "the same samples once more, then without those of step 6"
+    assert found == [(True, 1, (0, 0)), (True, 2, (6, 6)), (True, 3, (0, 6)), None], "ever more samples are left out"
+    assert ["samples" in verdict.reason for verdict in backs if verdict] == [False, True, True]
     reasons = [one.spend(fingerprint="ValueError", step=step).reason for step in (5, 6)]
-    assert "at step 5 twice, and again from 2 older states" in reasons[0]
+    assert "at step 5 twice, and again from 3 older states" in reasons[0]
     assert one.go_back(fingerprint="ValueError", step=6, limit=2) is not None  # another failure has its own count
-    assert [one.hangs_again(step) for step in (7, 7, 8)] == [False, True, False]
+    assert [one.comes_again(budget.HANG, step) for step in (7, 7, 8)] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("code", "said"), [(-11, "a rank ends by SIGSEGV"), (-6, "a rank ends by SIGABRT"), (-9, ""), (1, ""), (0, "")]
+)
+def test_a_crash_is_told_from_a_kill(code: int, said: str) -> None:
+    first = failure.WorkerExit(rank=0, local_rank=0, pid=1, code=code, at_ns=0)
+    assert failure.FailureReport(first=first, host="a", cause="", others=[], step=5).crash == said
+
+
+def test_a_hang_from_every_state_that_was_tried_ends_the_job() -> None:
+    one = budget.Budget(9)
+    assert one.stays(budget.HANG, 5) is None
+    assert one.go_back(fingerprint=budget.HANG, step=5, limit=1) is not None
+    decided = one.stays(budget.HANG, 5)
+    assert decided is not None
+    assert (decided.restart, decided.repeats) == (False, True)
+    assert "the ranks hang at step 5 again and again, and again from 1 older state" in decided.reason
 
 
 def test_default_budget_tells_a_crash_loop_from_bad_luck_where_nobody_counts_steps() -> None:
@@ -422,6 +442,7 @@ def test_node_that_learns_of_a_failure_by_the_others_that_rejoin_says_which(
         findings.publish(before, findings.Finding(rank=3, host="b", cause="killed", step=7))
     agent: Any = SimpleNamespace(_starts=0, _stores=mock.Mock(lost_since_the_round_before=lambda: lost), store=before)
     agent._pcontext = None
+    agent._way_back, agent._watch, agent._end_suspects = WayBack(), SimpleNamespace(job=None), lambda: None
     agent._others = lambda _: stop.Group(store=agent.store, rank=0, size=3)
     agent._restart_judged = lambda *_: setattr(agent, "store", HashStore())
     with caplog.at_level(logging.WARNING, "flashckpt.dlrun"):

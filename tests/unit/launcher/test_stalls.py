@@ -57,6 +57,21 @@ def test_stopped_rank_is_named_in_every_phase(
         assert "rank 1 (pid 101) stopped" in found.what
 
 
+@pytest.mark.parametrize(("explicit_s", "limit_s"), [(None, 300.0), (10.0, 15.0), (0.0, None)])
+def test_behind_a_hang_a_restart_that_is_busy_and_trains_nothing_is_one_too(
+    explicit_s: float | None, limit_s: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for after_hang in (False, True):
+        machine = Machine(monkeypatch)
+        watch = hang.StallWatch(explicit_s, 5.0, after_hang=after_hang)
+        found = machine.found_in(watch, 400.0, cpu=1.0)
+        assert (found is not None) == (after_hang and limit_s is not None)
+        if found is not None:
+            assert (found.limit_s, "no rank has trained a step for" in found.what) == (limit_s, True)
+    machine.waited += 1.0  # waits for storage
+    assert machine.found_in(watch, 10.0, cpu=1.0) is None
+
+
 @pytest.mark.parametrize("state", ["t", "S", "R", "D", "Z"])
 def test_debugger_or_work_is_no_stop(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     machine, watch = Machine(monkeypatch), hang.StallWatch(None)

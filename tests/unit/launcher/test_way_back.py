@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +13,9 @@ import pytest
 from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.launcher import way_back as module
+from flashckpt.daemon.launcher.budget import RestartDecision
 from flashckpt.daemon.launcher.options import LaunchOutcome
-from flashckpt.daemon.launcher.way_back import way_back
+from flashckpt.daemon.launcher.way_back import WayBack, way_back
 from flashckpt.errors import StoreError
 
 FIX = "fix the script; its traceback is above"
@@ -37,9 +39,13 @@ def test_what_memory_holds_is_named_too(tmp_path: Path, monkeypatch: pytest.Monk
         module, "list_checkpoints", lambda _: [SimpleNamespace(step=one, suspects=one == 35) for one in (30, 35, 40)]
     )
     text = way_back(job(tmp_path), 43)
-    assert "memory holds steps 42, 41 and " in text
-    assert "(steps 40, 30)" in text
-    assert "restore(step=42)" in text
+    commands = [line.split() for line in text.splitlines() if "--restore-step" in line]
+    assert [(words[2], words[-1]) for words in commands] == [
+        ("42", "memory)"),
+        ("41", "memory)"),
+        ("40", f"{tmp_path})"),
+        ("30", f"{tmp_path})"),
+    ]
     assert f"flashckpt keep {tmp_path} 40" in text
 
 
@@ -62,8 +68,7 @@ def test_steps_before_the_failing_one_are_named_newest_first(
     if not named:
         assert text == FIX
         return
-    assert f"(steps {', '.join(map(str, named))}" in text
-    assert f"restore(step={named[0]})" in text
+    assert [int(one) for one in re.findall(r"--restore-step (\d+)", text)] == named
     assert f"flashckpt keep {tmp_path} {named[0]}" in text
     assert text in str(LaunchOutcome(repeats="x", remedy=text).error())
 
@@ -87,6 +92,22 @@ def test_an_older_state_is_one_before_what_the_generation_began_with(
     here = job(tmp_path)
     here.read_generation = lambda: record
     assert module.has_older(here) == found
+
+
+def test_what_is_left_out_stays_so_until_a_snapshot_has_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A start that dies before its first snapshot has done nothing for those behind it."""
+    now = {"began": 4, "snapshot": 4}
+    here = job(tmp_path)
+    here.read_generation = lambda: SimpleNamespace(number=now["began"])
+    held = SimpleNamespace(complete=lambda: [SnapshotId(now["snapshot"], 7)])
+    monkeypatch.setattr(module, "scan", lambda *_: held)
+    way, found = WayBack(), []
+    way.follow(RestartDecision(restart=True, reason="", back=2, leave_out=(9, 9)), here)
+    for began, snapshot in ((4, 4), (5, 4), (6, 4), (7, 7)):
+        now.update(began=began, snapshot=snapshot)
+        way.follow(RestartDecision(restart=True, reason=""), here)
+        found.append((way.back, way.leave_out))
+    assert found == [(2, (9, 9)), (0, (9, 9)), (0, (9, 9)), (0, (0, 0))]
 
 
 @pytest.mark.parametrize("how", ["no job", "unreachable", "hangs"])

@@ -9,7 +9,7 @@ import pytest
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.planning.inventory import HeldSlot, Inventory, Member
 from flashckpt.planning.odd_node import odd_node
-from flashckpt.shm.agent_folder import bad_numbers, note_bad_numbers
+from flashckpt.shm.agent_folder import bad_numbers, bad_steps, end_suspects, note_bad_numbers, note_suspect
 
 
 def node(name: str, rank: int, **suspects: int) -> Inventory:
@@ -60,3 +60,26 @@ def test_steps_count_once_and_another_node_clears_them(tmp_path: Path) -> None:
     assert bad_numbers(tmp_path) == [7, 31]
     note_bad_numbers(tmp_path, 40, is_here=False)
     assert bad_numbers(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("ends", "found"),
+    [
+        ([(0, -1)], (3, 4)),
+        ([(0, -1), (1, 9)], (3, 4)),  # what was bad was restored
+        ([(0, -1), (1, -1), (2, 9)], (3, 4)),
+        ([(0, -1), (1, 2)], None),
+        ([(0, -1), (1, 2), (2, 9)], None),  # and is forgotten for good
+    ],
+)
+def test_steps_in_which_numbers_became_bad_hold_until_a_start_goes_back_to_before_them(
+    ends: list[tuple[int, int]], found: tuple[int, int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert bad_steps(tmp_path) is None
+    monkeypatch.setenv("FLASHCKPT_RESTART", "0")
+    for rank, first, last in ((0, 1, 1), (0, 0, 0), (0, 5, 6), (1, 3, 4), (2, 0, 0)):  # two were good again
+        monkeypatch.setenv("RANK", str(rank))
+        note_suspect(tmp_path, first, last)
+    for end in ends:
+        end_suspects(tmp_path, *end)
+    assert bad_steps(tmp_path) == found

@@ -23,7 +23,7 @@ from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, DisagreementError, TensorMismatchError, UnsupportedStateError
 from flashckpt.native import LEVEL_VARIABLE, levels
 from flashckpt.planning.box_match import has_same_regions
-from flashckpt.planning.inventory import HeldSlot, Inventory, Member, memory_is_current
+from flashckpt.planning.inventory import HeldSlot, Inventory, Member, left_out, memory_is_current
 from flashckpt.planning.selection import RootSummary, select, slot_locations
 from flashckpt.restore import candidate, candidate_restore, live_memory
 from flashckpt.restore.absent_state import absent_state
@@ -301,6 +301,30 @@ def test_without_an_older_checkpoint_an_older_snapshot_is_tried_again() -> None:
     assert [c.identity.step for c in select([inventory], RootSummary()).found] == [10]
 
 
+@pytest.mark.parametrize(
+    ("back", "before", "steps"), [(1, 12, [10, 5]), (1, 4, [12, 10, 5]), (2, 6, [5]), (2, 12, [5])]
+)
+def test_one_state_further_back_is_before_numbers_became_bad_where_there_is_one(
+    back: int, before: int, steps: list[int]
+) -> None:
+    slots = [slot(rank, step) for rank in (0, 1) for step in (10, 12, 20)]
+    one = replace(node("a", *slots), back=back, generation=Generation(number=2, parent=SnapshotId(1, 20)))
+    other = replace(node("b"), bad=(before, before))  # its agent does not decide
+    root = RootSummary(committed=(SnapshotId(1, 5),), prefixes=("step-5",))
+    assert [c.identity.step for c in select([one, other], root).found] == steps
+
+
+@pytest.mark.parametrize(
+    ("asked", "bad", "found"),
+    [((0, 0), (5, 6), (0, 0)), ((9, 9), (0, 0), (9, 9)), ((9, 9), (5, 6), (5, 6)), ((0, 9), (5, 6), (0, 9))],
+)
+def test_samples_of_the_steps_in_which_numbers_became_bad_are_to_blame_before_those_of_the_step_that_failed(
+    asked: tuple[int, int], bad: tuple[int, int], found: tuple[int, int]
+) -> None:
+    inventories = [replace(node("a"), leave_out=asked), replace(node("b"), bad=bad), node("c")]
+    assert left_out([Inventory.unpack(one.pack()) for one in inventories]) == found
+
+
 def test_the_newest_snapshot_that_every_rank_holds_is_selected_first() -> None:
     inventories = [node("a", slot(0, 10), slot(0, 20)), node("b", slot(1, 10), members=(Member(1, 1),))]
     found = select(inventories, RootSummary(committed=(SnapshotId(1, 5),), prefixes=("step-5",)))
@@ -381,7 +405,9 @@ def test_an_inventory_is_what_was_packed() -> None:
         members=(Member(2, 0),),
         committed=SnapshotId(1, 5),
         back=2,
-        leave_out=11,
+        bad=(8, 9),
+        leave_out=(9, 11),
+        restore_step=7,
     )
     assert Inventory.unpack(mine.pack()) == mine
 

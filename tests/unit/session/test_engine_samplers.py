@@ -12,12 +12,21 @@ import numpy as np
 import pytest
 import torch
 from support.counting import Numbers
-from support.one_rank import Holder, agent_of_the_test, crash, opened, opened_as  # noqa: F401 -- fixtures
+from support.one_rank import (  # noqa: F401 -- fixtures
+    Holder,
+    agent_of_the_test,
+    crash,
+    finished,
+    opened,
+    opened_as,
+    step_kept,
+)
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from flashckpt import Checkpointer, collectives
+from flashckpt.cli.status import describe
 from flashckpt.errors import LayoutError, SamplerStateError
 from flashckpt.sampler import ElasticBatchSampler, ElasticSampler
 from flashckpt.state.samplers import Commits, leave_out, refuse_gaps
@@ -231,20 +240,20 @@ def test_what_is_left_out_are_the_samples_that_so_many_steps_would_train(tail: s
         )
         for _ in range(steps):
             trained.commit()
-        assert left.leave_out(7, 7 + steps) == trained.position
+        assert left.leave_out(7, 8, 7 + steps)[0] == trained.position
         assert left.next_ids().tolist()[:1] == trained.next_ids().tolist()[:1]
 
 
 def test_samples_are_left_out_where_a_sampler_can_and_the_others_are_named(tmp_path: Path) -> None:
     known, unknown = (ElasticSampler(100, dp_rank=0, dp_size=1, global_batch_size=size) for size in (4, None))
     loader = DataLoader(Numbers(100), batch_sampler=ElasticBatchSampler(known, 4))
-    text = leave_out({"data": loader, "other": unknown, "mine": Stuck(offset=0)}, 10, 13)
+    text = leave_out({"data": loader, "other": unknown, "mine": Stuck(offset=0)}, 10, 0, 13)
     assert "steps 11 to 13" in text
-    assert "12 of 'data'" in text
+    assert "12 of 'data' (positions 0 to 11 of the stream)" in text
     assert "none of 'other'" in text
     assert "mine" not in text
     assert known.state_dict() != unknown.state_dict()
-    assert leave_out({"mine": Stuck(offset=0)}, 10, 13) == ""
+    assert leave_out({"mine": Stuck(offset=0)}, 10, 11, 13) == ""
 
 
 def test_a_restore_leaves_out_the_samples_up_to_the_step_that_the_agent_names(
@@ -259,10 +268,18 @@ def test_a_restore_leaves_out_the_samples_up_to_the_step_that_the_agent_names(
         sampler.next_ids()
         ckpt.step(step)
     crash(ckpt)
-    for last, ids in ((2, [8, 9, 10, 11]), (5, [20, 21, 22, 23])):
+    for steps, ids in (("0-2", [8, 9, 10, 11]), ("0-5", [20, 21, 22, 23]), ("3-3", [12, 13, 14, 15])):
         monkeypatch.setenv("FLASHCKPT_BACK", "1")  # so that step 1 is restored
-        monkeypatch.setenv("FLASHCKPT_LEAVE_OUT", str(last))
+        monkeypatch.setenv("FLASHCKPT_LEAVE_OUT", steps)
         sampler, ckpt = job()
-        assert sampler.next_ids().tolist() == ids
+        found = sampler.next_ids().tolist()
+        if steps == "3-3":
+            assert found == [4, 5, 6, 7]
+            step_kept(ckpt, 2)
+            finished(ckpt)
+            assert any(one.endswith("8 to 11 of the stream)") for one in describe(ckpt._alive().directory)["notes"])
+            found = sampler.next_ids().tolist()
+        assert found == ids
         crash(ckpt)
-    assert ["16 of 'data'" in one.getMessage() for one in caplog.records if "left out" in one.getMessage()] == [True]
+    said = [one.getMessage() for one in caplog.records if "left out" in one.getMessage()]
+    assert ["16 of 'data' (positions 4 to 19 of the stream)" in one for one in said] == [True, False]

@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from support.agents import pretend_agent
 from support.one_rank import agent_of_the_test, crash, finished, step_kept  # noqa: F401 -- fixtures
 
 from flashckpt import Checkpointer
 from flashckpt.cli.ls import ls
 from flashckpt.cli.status import describe, status
 from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.session.session import FORGET
+from flashckpt.shm.agent_folder import bad_steps, end_suspects
 from flashckpt.shm.inventory import scan
 
 NAN = float("nan")
@@ -133,17 +136,25 @@ def test_what_was_never_finite_stays_unsuspected_over_a_restart(tmp_path: Path) 
 
 
 def test_a_number_that_grows_a_thousandfold_is_named_and_prefers_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One bit of an exponent: the tensor stays finite."""
+    """One bit of an exponent: the tensor stays finite. The agent knows the step, in case that training fails of it."""
+    (tmp_path / "agent").mkdir()
+    monkeypatch.setenv("FLASHCKPT_AGENT_DIR", pretend_agent(tmp_path / "agent"))
     run = Run(tmp_path)
     for step, value in enumerate((1.0, 500.0, 2.0**30, 4.0), 1):
         run.step(step, value)
     (said,) = [one.getMessage() for one in caplog.records if "grew from" in one.getMessage()]
     assert "step 3] the largest number of 'model.weight' grew from 500 to 1.07e+09" in said
+    assert bad_steps(tmp_path / "agent") == (3, 3)
+    for step in range(5, 3 + FORGET + 1):
+        assert bad_steps(tmp_path / "agent") == (3, 3)
+        run.step(step, 4.0)
+    end_suspects(tmp_path / "agent", 0, -1)
+    assert bad_steps(tmp_path / "agent") is None
     assert run.suspects() == set()
     crash(run.ckpt)
     again = Run(tmp_path)
     assert again.report is not None
-    assert again.report.step == 4
+    assert again.report.step == 3 + FORGET
     crash(again.ckpt)

@@ -138,7 +138,7 @@ def test_interventions_are_earned_back_by_new_steps_alone() -> None:
 
     def spike(step: int) -> None:
         assert guard.admit(9.0, 1.0, step=step)
-        guard.count_rollback(9.0, 1.0)
+        guard.count_rollback(9.0, 1.0, step=3)
 
     accept(range(1, 9))
     spike(9)

@@ -83,10 +83,10 @@ def test_a_gradient_norm_far_above_the_window_is_a_spike_where_that_is_asked() -
 def test_rollbacks_and_skips_are_paid_from_one_budget() -> None:
     guard = Guard(GuardConfig(max_interventions=2))
     guard.record(3.0, 1.0)
-    guard.count_rollback(9.0, 1.0)
+    guard.count_rollback(9.0, 1.0, step=3)
     guard.skip_spike(9.0, 1.0)
     with pytest.raises(DivergedError, match="the budget of interventions is used up"):
-        guard.count_rollback(9.0, 1.0)
+        guard.count_rollback(9.0, 1.0, step=3)
 
 
 def test_a_resumed_trace_has_no_step_twice_and_keeps_what_was_lost(tmp_path: Any) -> None:
