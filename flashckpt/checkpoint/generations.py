@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flashckpt.checkpoint.root_records import explaining, open_record, parallel, parse_prefix
-from flashckpt.core.lineage import BEGINNING, Generation, mark_of
+from flashckpt.core.digest import mark_of
+from flashckpt.core.lineage import BEGINNING, Generation
 from flashckpt.core.records import is_sealed, pack, seal
 from flashckpt.errors import FencedError, ObjectMissingError, RootError
 from flashckpt.faults import crash_point

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -17,6 +18,16 @@ NAME = "xxh3_64"
 def digest(view: Any) -> int:
     """Return the u64 digest of one C-contiguous buffer (bytes, memoryview, ndarray). Releases the GIL."""
     return int(xxhash.xxh3_64_intdigest(view))
+
+
+@functools.lru_cache
+def mark_of(token: str) -> int:
+    """Return 24 bits of a generation's token, never 0; 0 for no token. Memory holds it in each slot.
+
+    A generation that begins without the root may take a number that others have taken, who are out of reach: what both
+    call (g, s) are two states.
+    """
+    return digest(token.encode()) % 0xFFFFFF + 1 if token else 0
 
 
 def digest_of(*views: Any) -> int:

@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from flashckpt.core.digest import digest
 from flashckpt.core.snapshot_id import SnapshotId
 
 # -- One generation: from one start of the worker group to its end. Pure -------------------------------------------
@@ -46,15 +45,6 @@ class Generation:
             claimed: Number -> mark of claims on the root.
         """
         return any(mark and claimed.get(self.number - at, mark) != mark for at, mark in enumerate(self.line, start=1))
-
-
-def mark_of(token: str) -> int:
-    """Return 24 bits of a generation's token, never 0; 0 for no token. Memory holds it in each slot.
-
-    A generation that begins without the root may take a number that others have taken, who are out of reach: what both
-    call (g, s) are two states.
-    """
-    return digest(token.encode()) % 0xFFFFFF + 1 if token else 0
 
 
 BEGINNING = SnapshotId(0, 0)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from flashckpt.core import records
-from flashckpt.core.lineage import Generation, mark_of
+from flashckpt.core.digest import mark_of
+from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 
 
@@ -23,7 +24,7 @@ class HeldSlot(NamedTuple):
         layout_hash: Of its segment.
         parent: What its generation was restored from.
         suspect: Above 0 where numbers in it became non-finite; 2: in what no other rank holds.
-        mark: Of its generation's token (`core.lineage.mark_of`).
+        mark: Of its generation's token (`core.digest.mark_of`).
     """
 
     rank: int
@@ -139,13 +140,13 @@ def unpack_all(packed: Sequence[list[Any]]) -> list[Inventory]:
 def left_out(inventories: Sequence[Inventory]) -> tuple[int, int]:
     """Return the first and the last step whose samples are left out: as an agent asks, or in place of one step those to blame."""
     asked = [i.leave_out for i in inventories if i.leave_out[1]] or [(0, 0)]
-    first, last = min(first for first, _ in asked), max(last for _, last in asked)
+    first, last = min(asked)[0], max([last for _, last in asked])
     return (bad_steps(inventories) or (first, last)) if first else (first, last)
 
 
 def bad_steps(inventories: Sequence[Inventory]) -> tuple[int, int] | None:
     """Return the steps in one of which numbers became bad first, on whatever node; None where none knows of any."""
-    return min((i.bad for i in inventories if i.bad[1]), key=lambda steps: steps[1], default=None)
+    return min([i.bad for i in inventories if i.bad[1]], key=lambda steps: steps[1], default=None)
 
 
 def _snapshot_id(value: Any) -> SnapshotId | None:
@@ -191,3 +192,59 @@ def marks_of(inventories: Iterable[Inventory]) -> dict[int, set[int]]:
         if one.generation is not None:
             marks[one.generation.number].add(mark_of(one.generation.token))
     return {number: found - {0} for number, found in marks.items() if found != {0}}
+
+
+# -- Which generation counts where several have one number: of those that began without the root, out of each other's
+#    reach. Pure
+
+_NO_MARK = -1
+_LONGEST_LINE = 64
+
+
+def counting_marks(
+    nodes: Collection[Inventory], claims: Sequence[Generation], committed: Collection[int]
+) -> dict[int, int]:
+    """Return the mark of the generation that counts, for each number that memory knows.
+
+    One that is claimed on the root does, unless nothing came of the claim: alone, it must never hide a snapshot. Else, of
+    several, one of a node that ran until now, then the one that came farthest. None does that others have overtaken.
+
+    Args:
+        nodes: What they hold.
+        claims: Of the root.
+        committed: Numbers of generations of which the root holds a checkpoint.
+    """
+    claimed = {one.number: mark_of(one.token) for one in claims}
+    used = {one.number for one in claims if one.parent is not None} | {*committed}
+    found = {}
+    for number, marks in marks_of(nodes).items():
+        ours = claimed.get(number, 0)
+        if ours and (ours in marks or number in used):
+            found[number] = ours
+        else:
+            found[number] = max(marks) if len(marks) == 1 else _farthest(nodes, number, max(marks))
+    counting = {number: mark for number, mark in claimed.items() if number in used or found.get(number) == mark}
+    for one in (i.generation for i in nodes if i.generation is not None):
+        if one.is_overtaken(counting) and counting.get(one.number) != mark_of(one.token) == found[one.number]:
+            found[one.number] = _NO_MARK
+    return found
+
+
+def _farthest(nodes: Collection[Inventory], number: int, other: int) -> int:
+    """Return the mark of what a node holds of a generation that ran until now, or came farthest; `other` where none holds any."""
+    held = [
+        (i.restart > 0, one.step, one.mark) for i in nodes for one in i.slots if one.generation == number and one.mark
+    ]
+    return max(held)[-1] if held else other
+
+
+def line_behind(nodes: Iterable[Inventory], number: int, marks: Mapping[int, int]) -> tuple[int, ...]:
+    """Return the line of the generation that begins behind one with this number."""
+    records = [i.generation for i in nodes if i.generation is not None and i.generation.number == number]
+    before = [one for one in records if counts(one, marks)]
+    return (mark_of(before[0].token), *before[0].line)[:_LONGEST_LINE] if before and not before[0].claimed else ()
+
+
+def counts(one: Generation, marks: Mapping[int, int]) -> bool:
+    """Return whether a generation is the one that counts of those with its number."""
+    return mark_of(one.token) in (0, marks.get(one.number))

@@ -17,8 +17,16 @@ from flashckpt.core.lineage import (
 from flashckpt.core.records import pack, unpack
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, DisagreementError, FlashckptError, NoCheckpointError, RootError, StoreError
-from flashckpt.planning.inventory import Inventory, bad_steps, host_names, marks_of, node_names
-from flashckpt.planning.shared_numbers import counting_marks, counts, line_behind
+from flashckpt.planning.inventory import (
+    Inventory,
+    bad_steps,
+    counting_marks,
+    counts,
+    host_names,
+    line_behind,
+    marks_of,
+    node_names,
+)
 
 # -- What a root holds of a job's checkpoints, as far as the choice of a restore point needs it --------------------
 
@@ -250,7 +258,7 @@ def select(
         )
         for i in sorted(wanted, key=suspects.__contains__)
     )
-    highest = max([*(g.number for g in lineage), *(i.generation for i in on_root)], default=0)
+    highest = max([*[g.number for g in lineage], *[i.generation for i in on_root]], default=0)
     seen = marks_of(by_node.values()).items()
     lost = frozenset((number, mark) for number, found_ in seen for mark in found_ - {marks[number]})
     line = line_behind(by_node.values(), highest, marks)
@@ -267,7 +275,7 @@ def _further_back(
 
     Of these those from before numbers became bad. Where there are none, the others; all of `wanted` where nothing is older.
     """
-    back = max((i.back for i in inventories), default=0)
+    back = max([i.back for i in inventories], default=0)
     before, _ = bad_steps(inventories) or (0, 0)
     began = next((one.parent for one in reversed(lineage) if one.parent is not None), None)
     if not back or began is None:
@@ -284,11 +292,11 @@ def _lineage(
     parents: dict[int, SnapshotId | None] = {}
     for one in [
         *root.claims,
-        *(one for one in (i.generation for i in nodes) if one is not None and counts(one, marks)),
-        *(Generation(number=r.generation, parent=r.parent) for r in records),
+        *[one for i in nodes if (one := i.generation) is not None and counts(one, marks)],
+        *[Generation(number=r.generation, parent=r.parent) for r in records],
     ]:
         parents[one.number] = one.parent if one.parent is not None else parents.get(one.number)
-    return tuple(Generation(number=g, parent=p) for g, p in sorted(parents.items()))
+    return tuple([Generation(number=g, parent=p) for g, p in sorted(parents.items())])
 
 
 # -- What a restore refuses before it chooses anything, the same on every rank. Pure -------------------------------

@@ -210,7 +210,7 @@ class _Look:
         found = [{("now", key): value for key, value in group.items()} for group in held]
         for place, group in enumerate(found):
             built = _built_of(self.as_built, Ref(main.value, main.optimizer, place)) or {}
-            group.update((("built", key), value) for key, value in built.items())
+            group.update({("built", key): value for key, value in built.items()})
         return found
 
     @property

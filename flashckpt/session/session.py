@@ -304,11 +304,9 @@ class Session:
 
     def _tell_agent(self, step: int, *, is_bad: bool) -> None:
         """Let the agent know the steps in which numbers became bad, and when they have been good again for a while."""
-        agent = agent_folder()
-        if agent is not None and is_bad and not self._is_suspect:
-            note_suspect(agent, self._clean + 1, step)
-        elif agent is not None and self._noted == 1 and not is_bad:
-            note_suspect(agent, 0, 0)
+        has_begun, has_ended = is_bad and not self._is_suspect, self._noted == 1 and not is_bad
+        if (has_begun or has_ended) and (agent := agent_folder()) is not None:
+            note_suspect(agent, *((self._clean + 1, step) if has_begun else (0, 0)))
         self._noted = FORGET if is_bad else max(0, self._noted - 1)
         self._clean = self._clean if is_bad else step
 

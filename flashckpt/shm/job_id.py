@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from urllib.parse import unquote
@@ -22,6 +23,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff\u2028\u2029]")
 _EXPECTED = "a directory, file:///path, s3://bucket/path, gs://bucket/path or az://container/path"
 
 
+@functools.lru_cache
 def scheme_of(root: str) -> str:
     """Return the protocol of a root in lower case; "file" for a path and for local://."""
     match = _SCHEME.match(root)

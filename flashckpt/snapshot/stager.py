@@ -67,7 +67,8 @@ class Snapshot:
         found_full: Whether from now on the training thread copies, as no core was free for this copy.
         figures: Of its chunks, like `digests`.
         suspects: Parameters and optimizer state in it that became non-finite.
-        grown: As of `NumbersWatch`, like `sizes`.
+        grown: As of `NumbersWatch`.
+        sizes: Norm and largest magnitude of all that is finite in parameters and optimizer state, where it is persisted.
         nonfinite: Name of one that is not finite and always was, once in a run; "" else.
         following: Where it is written behind the persist of the snapshot before it in its slot; None where the slot is free.
         started_s, copied_s, done_s: `time.perf_counter()` of the phases.
@@ -343,7 +344,9 @@ class Stager:
         values = snapshot.values.packed()
         manifest = Manifest.of(snapshot.request, table=layout.table, digests=digests, values=values, figures=figures)
         snapshot.suspects, snapshot.nonfinite = manifest.suspects, self._numbers.report()
-        snapshot.grown, snapshot.sizes = self._numbers.grown, self._numbers.sizes
+        snapshot.grown = self._numbers.grown
+        if snapshot.request.persist:
+            snapshot.sizes = figures.sizes(layout.structure.fenced[layout.row_tensors])
         encoded = encode_manifest(manifest, table_bytes=layout.table_bytes)
         snapshot.buffer.close()
         snapshot.writer.commit(encoded, data_bytes=layout.total, suspect=bool(snapshot.suspects) + self._numbers.is_own)

@@ -348,7 +348,6 @@ class NumbersWatch:
 
     Attributes:
         is_own: Some of what is suspect in the last one no other rank holds.
-        sizes: Norm and largest magnitude of all parameters and optimizer state of this rank in the last one that are finite.
         grown: A tensor whose largest number grew JUMP times since the one before, from what, to what; None else.
     """
 
@@ -358,13 +357,11 @@ class NumbersWatch:
         self._known: Sequence[str] | None = None
         self._before: tuple[StateLayout, npt.NDArray[np.float32]] | None = None
         self.grown: tuple[str, float, float] | None = None
-        self.sizes = 0.0, 0.0
 
     def look(self, layout: StateLayout, figures: TensorFigures) -> TensorFigures:
         """Return the figures of a snapshot with what is suspect in them."""
         table = layout.table
         fenced = layout.structure.fenced[layout.row_tensors]
-        self.sizes = figures.sizes(fenced)
         rows = np.flatnonzero(fenced & np.isinf(figures.largest)).tolist()
         names = {table.fqn(row) for row in rows}
         if self._by_design is None:

@@ -140,8 +140,8 @@ def _rows(boxes: Sequence[Any]) -> int:
 
 def _enter_modules(columns: StateColumns, tracked: Tracked, numbers: Sequence[int], box_sets: BoxSets) -> None:
     found, known = tracked.found, box_sets.known
-    groups = (group for optimizers in tracked.optimizers.values() for o in optimizers for group in o.param_groups)
-    owned = set(map(id, chain.from_iterable(group["params"] for group in groups)))
+    groups = [group["params"] for all_ in tracked.optimizers.values() for o in all_ for group in o.param_groups]
+    owned = set(map(id, chain.from_iterable(groups)))
     names = found.names
     if any(one.spread.per_rank for one in known):
         suffix = tracked.world.suffix

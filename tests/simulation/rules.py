@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from flashckpt.checkpoint.generations import decode_claim
 from flashckpt.checkpoint.root_records import TOMBSTONE, parse_prefix, prefix_of
-from flashckpt.core.digest import digest
-from flashckpt.core.lineage import Generation, mark_of
+from flashckpt.core.digest import digest, mark_of
+from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest import decode_manifest
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError

@@ -14,8 +14,9 @@ from flashckpt.checkpoint.intents import list_intents, put_intent
 from flashckpt.checkpoint.retention import ReadLease, leased_prefixes
 from flashckpt.checkpoint.root_records import prefix_of
 from flashckpt.checkpoint.writer import commit, persist_slot
+from flashckpt.core.digest import mark_of
 from flashckpt.core.intent import Intent
-from flashckpt.core.lineage import Generation, mark_of
+from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest import decode_manifest, encode_manifest
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, FencedError, PersistError

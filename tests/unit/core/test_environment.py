@@ -32,6 +32,7 @@ WRONG: dict[str, tuple[str, ...]] = {
     "FLASHCKPT_REPLICA_PATIENCE": ("0", "-1"),
     "FLASHCKPT_KEEP_DEAD": ("-1", "30s"),
     "FLASHCKPT_RESTART": ("-1",),
+    "FLASHCKPT_LEAVE_OUT": ("43", "41-", "41 to 43"),
     "FLASHCKPT_HOOK": ("drain 'node",),
     "FLASHCKPT_AFTER_COMMIT": ("export --to /w/{step}", "cp --every soon /x", "mv --kept /x", "cp --kept '/x"),
     "FLASHCKPT_OTLP_URL": ("collector:4318", "grpc://collector:4317"),

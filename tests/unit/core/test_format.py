@@ -24,10 +24,10 @@ from flashckpt.checkpoint.generations import decode_claim, encode_claim
 from flashckpt.checkpoint.intents import decode_intent, decode_proposal, encode_intent, encode_proposal
 from flashckpt.checkpoint.retention import decode_lease, encode_lease
 from flashckpt.core import superblock
-from flashckpt.core.digest import chunk_digests, digest
+from flashckpt.core.digest import chunk_digests, digest, mark_of
 from flashckpt.core.figures import TensorFigures
 from flashckpt.core.intent import Intent, NodeProposal
-from flashckpt.core.lineage import Generation, mark_of
+from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest import Manifest, ShardTable, cover, decode_manifest, encode_manifest, header_of, merge
 from flashckpt.core.manifest_header import HEAD_BYTES, decode_manifest_header
 from flashckpt.core.outline import encode_outline, outline_of
