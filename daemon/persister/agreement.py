@@ -11,8 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from flashckpt.core.intent import NodeProposal
-from flashckpt.core.snapshot_id import NOTHING, SnapshotId
-from flashckpt.core.superblock import MIN_SLOTS
+from flashckpt.core.snapshot_id import MIN_SLOTS, NOTHING, SnapshotId
 
 
 def covers_world(proposals: Collection[NodeProposal]) -> bool:

@@ -17,8 +17,7 @@ from flashckpt.checkpoint.root_records import prefix_of
 from flashckpt.checkpoint.sweeping import is_full, make_room
 from flashckpt.checkpoint.writer import PersistOptions, write_packs
 from flashckpt.core.manifest import Manifest
-from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.core.superblock import MIN_SLOTS
+from flashckpt.core.snapshot_id import MIN_SLOTS, SnapshotId
 from flashckpt.daemon.machine.logs import log_context
 from flashckpt.daemon.persister.protocol import Cause, WriteFailed, WriteFinished
 from flashckpt.errors import DamagedError, DisagreementError, FlashckptError, PersistError, ShardGapError, StoreError

@@ -21,8 +21,7 @@ from collections.abc import Generator
 
 from flashckpt.core.intent import Intent, NodeMessage, NodeProposal
 from flashckpt.core.lineage import is_rolled_back
-from flashckpt.core.snapshot_id import BEFORE_ALL, NOTHING, SnapshotId
-from flashckpt.core.superblock import MIN_SLOTS
+from flashckpt.core.snapshot_id import BEFORE_ALL, MIN_SLOTS, NOTHING, SnapshotId
 from flashckpt.daemon.persister import protocol as p
 from flashckpt.daemon.persister.agreement import Search, choose_proposal, next_candidate, of_other_nodes
 from flashckpt.daemon.persister.messaging import Messaging, RootLooks, aged

@@ -36,8 +36,9 @@ def page(found: Sequence[Job], copied_by: str, huge: str) -> Group:
     lines += _dead(dead) if dead else []
     if not found:
         lines.append("no job in this machine's memory; flashckpt status ROOT reads what a root remembers")
-    allow = "; mount -o remount,huge=within_size /dev/shm allows them" if huge == "never" else ""
-    lines.append(f"this installation copies memory by: {copied_by}; huge pages for slots: {huge}{allow}")
+    lines.append(f"this installation copies memory by: {copied_by}; huge pages for slots: {huge}")
+    if huge == "never":
+        lines.append("  allowed by: mount -o remount,huge=within_size /dev/shm")
     return Group(*(Text(printable(line), overflow="fold") for line in lines))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgpack
 
-from flashckpt.core.superblock import MAX_SLOTS, MIN_SLOTS
+from flashckpt.core.snapshot_id import MAX_SLOTS, MIN_SLOTS
 from flashckpt.errors import ConfigError
 
 MAX_STEP = 10**15

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+MIN_SLOTS, MAX_SLOTS = 2, 8
+"""Snapshots of a rank that memory has room for."""
+
 
 class SnapshotId(NamedTuple):
     """(generation, step): names a snapshot, and the checkpoint made from it, permanently. A later one is greater.

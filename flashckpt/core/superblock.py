@@ -9,13 +9,12 @@ from enum import IntEnum
 
 from flashckpt.core.digest import digest
 from flashckpt.core.shard import ALIGN_LARGE, round_up
-from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.core.snapshot_id import MAX_SLOTS, MIN_SLOTS, SnapshotId
 from flashckpt.errors import ConfigError, DamagedError, FormatVersionError
 
 PAGE = 4096
 MAGIC = b"FCKSEGMT"
 MAJOR, MINOR = 1, 0
-MIN_SLOTS, MAX_SLOTS = 2, 8
 OWNER_AT = 2048
 _BLOCK = struct.Struct("<8sHHIiIQQQQQ16sH256s")
 _OWNER = struct.Struct("<QQ")  # pid, nanoseconds since the epoch when it took the segment

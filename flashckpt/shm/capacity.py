@@ -7,7 +7,7 @@ import resource
 from dataclasses import dataclass
 from pathlib import Path
 
-from flashckpt.core.superblock import MIN_SLOTS
+from flashckpt.core.snapshot_id import MIN_SLOTS
 from flashckpt.errors import SharedMemoryError
 
 _NO_LIMIT = 1 << 60  # cgroup v1 writes "no limit" as a huge number

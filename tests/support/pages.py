@@ -25,6 +25,10 @@ BLOCKS = {
         "loader = DataLoader(ckpt.keep_samples(dataset)",
     ): "test_kept_samples.py::test_killed_and_started_with_kept_samples_the_run_is_the_unbroken_one",
     ("engine.md", "from flashckpt import Checkpointer"): HERE,
+    (
+        "launching.md",
+        "from torchx import specs",
+    ): "all_torchx.py::test_the_component_of_the_page_starts_dlrun",
     ("engine.md", "report = ckpt.restore() or ckpt.restore(root="): HERE,
     (
         "engine.md",

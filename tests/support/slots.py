@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ class FakePin:
     nbytes: int
     current: bool = True
     is_copied: bool = False
+    spec: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(slots=3))
 
     @property
     def data(self) -> memoryview:

@@ -15,7 +15,7 @@ from flashckpt.bench.layouts import DEFAULTS, scaled
 from flashckpt.cli.common import console, json_file_option, parse_options
 from flashckpt.cli.output import OutputConsole
 from flashckpt.cli.quantity import DURATION, SCALE, SIZE, show_bytes
-from flashckpt.core.superblock import MAX_SLOTS, MIN_SLOTS
+from flashckpt.core.snapshot_id import MAX_SLOTS, MIN_SLOTS
 from flashckpt.errors import ConfigError
 from flashckpt.printable import to_json
 

@@ -34,8 +34,9 @@ from flashckpt.daemon.persister.service import Daemon
 from flashckpt.daemon.persister.timeouts import DaemonTimeouts
 from flashckpt.native import IMPLEMENTATIONS, implementation
 from flashckpt.shm import inventory
+from flashckpt.shm.capacity import huge_pages
 from flashckpt.shm.control import Control
-from flashckpt.shm.job_directory import DaemonStatus
+from flashckpt.shm.job_directory import DaemonStatus, memory_root
 from flashckpt.storage.factory import open_store
 from flashckpt.storage.posix import PosixStore
 
@@ -233,7 +234,8 @@ def test_status_of_a_job_whose_persisting_fails_says_so_and_exits_with_40(job: F
     assert code == 40
     assert "the disk is full" in out
     found = run_json("status", "--job", "other", capsys=capsys)
-    assert found == (0, {"jobs": [], "left_alone": [], "copied_by": implementation()})
+    pages = huge_pages(memory_root().resolve())
+    assert found == (0, {"jobs": [], "left_alone": [], "copied_by": implementation(), "huge_pages": pages})
     assert f"this installation copies memory by: {implementation()}" in out
 
 

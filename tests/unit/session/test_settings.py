@@ -17,7 +17,7 @@ from support.one_rank import agent_of_the_test, crash, finished, opened  # noqa:
 
 from flashckpt import Checkpointer
 from flashckpt.core.settings import MAX_STEP, Settings, next_step
-from flashckpt.core.superblock import MAX_SLOTS
+from flashckpt.core.snapshot_id import MAX_SLOTS
 from flashckpt.errors import ConfigError
 from flashckpt.report import RestoreReport
 from flashckpt.session.durability import Wanted

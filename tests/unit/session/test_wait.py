@@ -296,7 +296,7 @@ def test_a_step_that_is_to_be_persisted_waits_for_a_slot(tmp_path: Path, monkeyp
     ckpt = begun(tmp_path / "root", snapshot_every=100, persist_every=100)
     life = ckpt._alive()
     take, refusals = life._take, iter([False, False])
-    monkeypatch.setattr(life, "_take", lambda step: next(refusals, True) and take(step))
+    monkeypatch.setattr(life, "_take", lambda step, **how: next(refusals, True) and take(step, **how))
     ckpt.step(1, persist=True)
     assert life._wanted.taken == (1, 1)
     assert not life.stats.get("skipped")
