@@ -28,7 +28,7 @@ from flashckpt.checkpoint.intents import (
 )
 from flashckpt.checkpoint.retention import Policy
 from flashckpt.checkpoint.root_records import MANIFEST, prefix_of
-from flashckpt.checkpoint.writer import PersistOptions, commit, put_hint
+from flashckpt.checkpoint.writer import PersistOptions, commit
 from flashckpt.core.intent import Intent, NodeMessage
 from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
@@ -110,7 +110,6 @@ class PersistCoordinator:
         self._seeker = Seeker(self._see)
         self._record = Generation(number=0)
         self._error: Exception | None = None
-        self._to_hint = ""  # the checkpoint that this node created, until LATEST names it
         self._begun_s = float("-inf")  # when the last persist began
 
     # -- what the loop calls --------------------------------------------------------------------------------
@@ -355,9 +354,6 @@ class PersistCoordinator:
     def _end_write(self, identity: SnapshotId, outcome: Outcome) -> None:
         if outcome is Outcome.COMMITTED and self._on_commit is not None:
             self._on_commit(self._view)
-        if self._to_hint:
-            put_hint(self._connected(), self._to_hint)
-            self._to_hint = ""
         if outcome is not Outcome.COMMITTED:
             self._begun_s = float("-inf")
         release(self._pins.pop(identity, {}))
@@ -382,9 +378,14 @@ class PersistCoordinator:
     def _commit(self, intent: Intent) -> Event:
         assert self.flush is not None
         store, prefix = self._connected(), prefix_of(*intent.identity)
-        record = self._record
+        record, number = self._record, intent.generation
+
+        def work(is_wanted: Callable[[], bool]) -> bool:
+            token = record.token if number == record.number else claimed_token(store, number)
+            return commit(store, prefix, intent.writers, is_wanted=is_wanted, token=token)
+
         try:
-            if not self.flush.commits(lambda is_wanted: self._create(store, prefix, intent, record, is_wanted)):
+            if not self.flush.commits(work):
                 return p.CommitRuns()
         except FencedError:  # swept: there is a tombstone in place of MANIFEST
             return p.TombstoneFound()
@@ -392,12 +393,3 @@ class PersistCoordinator:
             self._error = error  # raised once the negotiation knows of it
             return p.CommitFailed(self.flush.cause_of(error), problem_of(error))
         return p.Committed()
-
-    def _create(
-        self, store: Store, prefix: str, intent: Intent, record: Generation, is_wanted: Callable[[], bool]
-    ) -> None:
-        """Commit, in the background; what is only for people is written once those who wait were answered."""
-        number = intent.generation
-        token = record.token if number == record.number else claimed_token(store, number)
-        if commit(store, prefix, intent.writers, is_wanted=is_wanted, hints=False, token=token):
-            self._to_hint = prefix

@@ -150,7 +150,6 @@ def commit(
     writers: Sequence[int],
     *,
     is_wanted: Callable[[], bool] = lambda: True,
-    hints: bool = True,
     token: str = "",
 ) -> bool:
     """Make the checkpoint exist: verify every writer's index and packs, merge, create MANIFEST.
@@ -162,7 +161,6 @@ def commit(
         prefix: Folder of the checkpoint.
         writers: Ranks whose indexes make it up.
         is_wanted: Asked before MANIFEST is created: that of many ranks takes long, and another may have taken it over.
-        hints: Write LATEST, too; else `put_hint` is called later, by who has said first that the checkpoint exists.
         token: The token in the claim of its generation; "" where there is none.
 
     Returns:
@@ -190,17 +188,11 @@ def commit(
             remedy="it is retried; if this persists, look for another program that deletes in the root",
         )
     crash_point("persist.after-manifest")
-    if hints:
-        put_hint(store, prefix)
-    return True
-
-
-def put_hint(store: Store, prefix: str) -> None:
-    """Write LATEST, which only people read."""
     try:
         store.put(LATEST, f"{prefix}\n".encode())
     except FlashckptError:
         _log.debug("LATEST was not written; it is a hint only", exc_info=True)
+    return True
 
 
 def _write_each(

@@ -58,6 +58,7 @@ def test_a_step_between_the_intervals_is_persisted_on_request(tmp_path: Path) ->
         JobDirectory.open("t").ensure_daemon()
         ckpt.wait(timeout=60)
         assert [info.step for info in list_checkpoints(open_store(tmp_path / "root"))] == [7]
+        assert "000007" in (tmp_path / "root" / "LATEST").read_text()  # a script that reads it now is told of this one
 
 
 def test_where_time_decides_wait_does_not_wait_for_it(tmp_path: Path) -> None:
