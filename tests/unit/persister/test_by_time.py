@@ -50,7 +50,7 @@ def test_by_time_the_newest_snapshot_is_persisted_once_the_time_has_come(
         daemon.turn()
         assert steps(job) == [1, 5, 6]
         job.directory.request("ended")
-        turn_until(daemon, lambda: steps(job) == [1, 5, 6, 7], "the end of the job")
+        turn_until(daemon, lambda: steps(job)[-3:] == [5, 6, 7], "the end of the job")  # retention may be at the first
     job.die()
 
 
