@@ -36,6 +36,16 @@ def run_of_group(config: RunConfig) -> RunConfig:
     )
 
 
+def common_settings(config: RunConfig) -> str:
+    """Return what has to be the same in all groups that are separate runs, as text; of the run of one of them."""
+    parallel, train = config.parallel, config.train
+    return (
+        f"parallel.groups = {parallel.groups}, sync_every = {parallel.sync_every}, outer_rate = {parallel.outer_rate},"
+        f" outer_momentum = {parallel.outer_momentum}, train.global_batch = {train.global_batch * parallel.groups},"
+        f" seq_len = {train.seq_len}, seed = {train.seed}"
+    )
+
+
 def rosters_of(config: RunConfig) -> str:
     """Return where the groups of a run agree on their synchronisations, from the run of one of them."""
     return f"{config.checkpoint.root.removesuffix(f'/group{config.parallel.group}')}/synchronisations"

@@ -21,17 +21,18 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from flashckpt.core.records import pack, seal
 from flashckpt.environment import env
+from flashckpt.errors import StoreError, may_pass
 from flashckpt.faults import crash_point
 from flashckpt.sampler.datasets import reaching
 from flashckpt.storage.factory import open_in_rank
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.parallel.distributed import from_first
-from flashckpt.trainer.parallel.groups import rosters_of
-from flashckpt.trainer.parallel.roster import Here, Roster, Synchronisations, read_roster
+from flashckpt.trainer.parallel.groups import common_settings, rosters_of
+from flashckpt.trainer.parallel.roster import Here, Roster, Synchronisations, read_roster, refuse_others
 
 logger = logging.getLogger(__name__)
 Gloo: Any = c10d.ProcessGroupGloo  # of whose methods torch has no types
-_POLL_S, _ANSWER_S, _LEAST_S, _SHOWN_S = 0.1, 5.0, 10.0, 60.0
+_POLL_S, _LONGEST_POLL_S, _ANSWER_S, _LEAST_S, _SHOWN_S = 0.1, 2.0, 5.0, 10.0, 60.0
 
 
 class GroupMeeting:
@@ -52,6 +53,7 @@ class GroupMeeting:
         settings = config.parallel
         self.group, self.version, self.is_over = settings.group, 0, False
         self._last, self._every, self._device = config.train.steps, settings.sync_every, device
+        self._count, self._settings = settings.groups, common_settings(config)
         self._address, self._timeout = settings.sync_address, timedelta(seconds=settings.timeout_s)
         self._patience = timedelta(seconds=max(settings.sync_wait_s, _LEAST_S))
         store = open_in_rank(rosters_of(config), config.checkpoint.storage_options)
@@ -91,7 +93,7 @@ class GroupMeeting:
             while True:
                 answer = b""
                 while not answer:
-                    answer = from_first(self._look(step) if env.RANK == 0 else b"", self._device)
+                    answer = from_first(self._asked(step) if env.RANK == 0 else b"", self._device)
                 folder, _, raw = answer.partition(b" ")
                 if not raw:
                     self.is_over = True
@@ -108,18 +110,33 @@ class GroupMeeting:
         """Return whether this group continues as if the synchronisation had not been."""
         return roster.again and self.group in roster.gave
 
+    def _asked(self, step: int) -> bytes:
+        """As `_look`; storage that is out of reach is asked again."""
+        try:
+            return self._look(step)
+        except StoreError as error:
+            if not may_pass(error):
+                raise
+            logger.warning("the groups cannot be asked for: %s", error.problem)
+            time.sleep(_LONGEST_POLL_S)
+            return b""
+
     def _look(self, step: int) -> bytes:
         """Return folder and roster of the attempt that this group is in; nothing: ask again; "over": the run has ended."""
-        end = time.monotonic() + _ANSWER_S
+        end, pause_s = time.monotonic() + _ANSWER_S, _POLL_S if self._at is None else _LONGEST_POLL_S
         while time.monotonic() < end:
             if self._at is None:
                 newest = self._rosters.newest()
                 last = self._rosters.roster(newest)
+                refuse_others([self._settings, "" if last is None else last.settings])
                 if newest > self.version and last is not None and last.step >= self._last:
                     return b"over"
-                self._at = newest + 1, self._rosters.open_attempt(newest + 1)
-                here = Here(group=self.group, version=self.version, step=step, address=self._serve())
-                self._rosters.come(self._at[1], here)
+                attempt = newest + 1, self._rosters.open_attempt(newest + 1)
+                here = Here(
+                    group=self.group, version=self.version, step=step, address=self._serve(), settings=self._settings
+                )
+                self._rosters.come(attempt[1], here)
+                self._at = attempt
             number, folder = self._at
             roster = self._rosters.decided(folder, number)
             if roster is not None and self.group in roster.groups:
@@ -128,7 +145,8 @@ class GroupMeeting:
                 self._at = None  # it began before this group came
                 continue
             self._show(folder)
-            time.sleep(_POLL_S)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_POLL_S)
         return b""
 
     def _serve(self) -> str:
@@ -152,11 +170,15 @@ class GroupMeeting:
             others = self._joined(folder, roster)
             found = self._exchanged(others, roster, changes, common)
         except (RuntimeError, ValueError, OSError) as error:
-            logger.warning("synchronisation %d is tried again: %s", roster.number, str(error).split("\n", 1)[0])
+            hint = ""
+            if roster.address.startswith("127."):
+                hint = "; only its own machine reaches 127.*: where groups are on others, set parallel.sync_address"
+            logger.warning("synchronisation %d is tried again: %s%s", roster.number, str(error).split("\n", 1)[0], hint)
         has_all = torch.tensor([float(found is not None)], device=self._device)
         dist.all_reduce(has_all, dist.ReduceOp.MIN)
         counts = self._settled(folder, others, is_good=bool(has_all.item())) if env.RANK == 0 else False
-        return found if from_first(b"%d" % counts, self._device) == b"1" else None
+        counts = from_first(b"%d" % counts, self._device) == b"1"
+        return found if counts and has_all.item() else None
 
     def _joined(self, folder: str, roster: Roster) -> Any:
         """Return the process group with the ranks of this place in the other groups."""
@@ -183,7 +205,9 @@ class GroupMeeting:
             others.allreduce([mean]).wait()
             mean.div_(len(roster.gave))
         shared = [one.clone() for one in common]
-        for one in shared if roster.gave != roster.groups else []:
+        for one in (
+            shared if roster.gave != roster.groups or not roster.base else []
+        ):  # the first time nothing is common yet
             others.broadcast(one, root=first).wait()
         return means, shared
 
@@ -199,7 +223,7 @@ class GroupMeeting:
     def _report(self, roster: Roster) -> None:
         if env.RANK:
             return
-        absent = sorted({*range(max(roster.groups) + 1)} - {*roster.groups})
+        absent = sorted({*range(self._count)} - {*roster.groups})
         new = sorted({*roster.groups} - {*roster.gave})
         text = f"step {roster.step}: synchronised {_listed(roster.gave)}"
         text += f"; taken in: {_listed(new)}" if new else ""

@@ -13,12 +13,12 @@ is trained once in what survives: that of a group whose training did not count i
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from flashckpt.checkpoint.root_records import explaining, open_record
 from flashckpt.core.records import Record, pack, seal
-from flashckpt.errors import ObjectMissingError
+from flashckpt.errors import LayoutError, ObjectMissingError
 from flashckpt.faults import crash_point
 from flashckpt.storage.store import Store
 
@@ -34,12 +34,14 @@ class Here:
         version: The synchronisation that it took part in last; 0: none.
         step: The step that it has trained to.
         address: Of the store that it opens for the exchange, host:port.
+        settings: Those that have to be the same in all groups, as text.
     """
 
     group: int
     version: int
     step: int
     address: str
+    settings: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +59,7 @@ class Roster:
         owed: Shares that were given to groups whose training did not count, and to no other since.
         unused: The first share that was given to none.
         address: Where they exchange what they bring, host:port.
+        settings: As of `Here`, of those that gave.
     """
 
     number: int
@@ -69,6 +72,7 @@ class Roster:
     owed: tuple[int, ...]
     unused: int
     address: str
+    settings: str = ""
 
     def share_of(self, group: int) -> int:
         """Return the share that a group of it trains next."""
@@ -111,7 +115,25 @@ def decide(number: int, here: Mapping[int, Here], base: Roster) -> Roster:
         owed=tuple(owed),
         unused=unused,
         address=here[gave[0]].address,
+        settings=here[gave[0]].settings,
     )
+
+
+def refuse_others(settings: Collection[str]) -> None:
+    """Refuse to synchronise groups whose settings differ: steps, shares or weights would not mean the same.
+
+    Raises:
+        LayoutError: they do.
+    """
+    known = sorted({*settings} - {""})
+    if len(known) > 1:
+        raise LayoutError(
+            "groups that synchronise have different settings",
+            found=known[0],
+            expected=known[1],
+            state="Nothing was synchronised.",
+            remedy="start all groups with the same settings, but for parallel.group and the addresses",
+        )
 
 
 class Synchronisations:
@@ -156,6 +178,7 @@ class Synchronisations:
         if (found := self._decided(folder)) is not None:
             return found
         here = {one.group: one for one in self._here(folder)}
+        refuse_others([one.settings for one in here.values()])
         base = max(one.version for one in here.values())
         if len(here) < self._count and not (base == number - 1 and self._is_late(folder)):
             return None

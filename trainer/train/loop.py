@@ -22,6 +22,7 @@ import torch
 from flashckpt import entry_points
 from flashckpt.environment import env
 from flashckpt.errors import RESUME_EXIT_CODE, FlashckptError
+from flashckpt.report import RestoreReport
 from flashckpt.sampler.datasets import reaching
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.data.corpus import prepare_corpus
@@ -39,7 +40,7 @@ from flashckpt.trainer.train.anomaly import Guard
 from flashckpt.trainer.train.apart import Apart
 from flashckpt.trainer.train.hooks import HookedRun, hooks_of
 from flashckpt.trainer.train.metrics import StepRecord
-from flashckpt.trainer.train.nonfinite import report_nonfinite
+from flashckpt.trainer.train.nonfinite import no_way_back, report_nonfinite
 from flashckpt.trainer.train.optim import clamp_gradients, clip_gradients
 from flashckpt.trainer.train.phased_data import PhasedData
 from flashckpt.trainer.train.phases import Phase, check_layouts, phase_at, phases_of
@@ -144,15 +145,15 @@ class Trainer:
         """Train to the last step; return the exit code (0, or 75: start me again)."""
         self.clock.reach("build")
         announce(self.config, self.layout, self.parallel)
-        self._restore()
-        self.clock.reach("restore" if self.done else "weights")
-        began = f"restored step {self.done}" if self.done else "cold"
-        if self.done >= self.config.train.steps:
-            say_once(
-                logging.WARNING, f"step {self.done} of {self.config.train.steps} is already trained: nothing to do"
-            )
-        reaching.waiting = functools.partial(waiting_for_data, lambda: self.ckpt)
+        reaching.waiting = functools.partial(waiting_for_data, lambda: self.ckpt)  # a group waits in its restore, too
         try:
+            self._restore()
+            self.clock.reach("restore" if self.done else "weights")
+            began = f"restored step {self.done}" if self.done else "cold"
+            if self.done >= self.config.train.steps:
+                say_once(
+                    logging.WARNING, f"step {self.done} of {self.config.train.steps} is already trained: nothing to do"
+                )
             self._open_outputs()
             code = self._train(began)
         finally:
@@ -195,7 +196,8 @@ class Trainer:
         assert self.ckpt is not None
         budget = self.guard.budget()
         self.ckpt.close()  # while `spike` is being handled: close() then keeps the snapshots
-        self._restore()
+        if self._restore() is None and not spike.blames_samples:
+            raise no_way_back(spike.step, self.config.checkpoint.snapshot_every)
         self.guard.keep_budget(budget)
         self._rolled_back_to = self.done
         say_once(logging.WARNING, f"step {spike.step}: rolled back to step {self.done}")
@@ -280,7 +282,7 @@ class Trainer:
             is_state = report_nonfinite(self.parallel, self.train_step.own_losses(), step)
             if is_state and self.ckpt is not None and self.done != self._rolled_back_to:  # no step repairs it
                 self.guard.count_rollback(totals.loss, totals.norm, step=step)
-                raise SpikeError(step, blames_samples=step == self._bad_at)
+                raise SpikeError(step, blames_samples=step == self._bad_at and self.apart is None)
         if not self.guard.admit(totals.loss, totals.norm, step=step):
             return False
         if not (self.guard.is_spike(totals.loss) or self.guard.is_norm_spike(totals.norm)):
@@ -332,14 +334,14 @@ class Trainer:
         stall_ms = (time.perf_counter() - began) * 1e3
         return stall_ms + self.fences.ms(self.ckpt)
 
-    def _restore(self) -> None:
-        if self.config.checkpoint.root:
-            self._restore_state()
+    def _restore(self) -> RestoreReport | None:
+        report = self._restore_state() if self.config.checkpoint.root else None
         self.initialise()
         if self.apart is not None:
             self.done = self.apart.begin(self.done)
+        return report
 
-    def _restore_state(self) -> None:
+    def _restore_state(self) -> RestoreReport | None:
         average = None if self.average is None else self.average.modules
         state = {"optimizer": self.optimizers, "sampler": self.data.sampler, "run": self.record, "guard": self.guard}
         state["groups"] = None if self.apart is None else self.apart.meeting
@@ -365,6 +367,7 @@ class Trainer:
             if self.record.before is not None and (jump := rate_jump(self.record.before, self.config, self.done)):
                 say_once(logging.WARNING, jump)
             note_restore(self.config.log.folder, report)
+        return report
 
     def _batch_tokens(self) -> int:
         return self.phase.config.train.global_batch * self.phase.config.train.seq_len

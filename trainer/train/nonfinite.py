@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flashckpt.errors import DivergedError
 from flashckpt.trainer.parallel.apply import Parallel, local_tensor
 
 logger = logging.getLogger(__name__)
@@ -53,3 +54,13 @@ def _is_finite(value: Tensor) -> bool:
 
 def _ranks(numbers: list[int]) -> str:
     return f"rank {', '.join(map(str, numbers))}" if numbers else "no rank"
+
+
+def no_way_back(step: int, snapshot_every: int) -> DivergedError:
+    """Return the error of parameters that are not finite before there was a snapshot of better ones."""
+    return DivergedError(
+        f"parameters are not finite at step {step}, and no snapshot is there to go back to",
+        found=f"checkpoint.snapshot_every = {snapshot_every}",
+        state="Nothing was kept of this run.",
+        remedy="lower checkpoint.snapshot_every or the learning rate, and start again",
+    )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from flashckpt.errors import ConfigError
+from flashckpt.errors import ConfigError, SamplerStateError
 from flashckpt.sampler import ElasticSampler
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.data.mixed import MixedDataset
@@ -45,7 +45,13 @@ class PhasedSampler:
             self._data.go_to(position)
 
     def leave_out(self, done: int, first: int, last: int) -> tuple[int, str]:
-        """See ElasticSampler; an order that has yet to begin will do so behind what is left out of it, from its first step on."""
+        """See ElasticSampler; an order that has yet to begin will do so behind what is left out of it, from its first step on.
+
+        Raises:
+            SamplerStateError: groups train shares of the samples, and what one leaves out another would train again.
+        """
+        if self._data.in_shares:
+            raise SamplerStateError("the share of one group ends where that of another begins")
         inner, samples, here = self._data.inner, Counter[int](), self._data.phase.stream
         begin = inner.position
         for step in range(done + 1, last + 1):
@@ -118,7 +124,7 @@ class PhasedData:
     def __init__(
         self, phases: Sequence[Phase], build: Callable[[RunConfig, int], TrainingData], *, in_shares: bool = False
     ) -> None:
-        self.phases, self._build = phases, build
+        self.phases, self._build, self.in_shares = phases, build, in_shares
         self.next_position: int | None = None
         self._kept: Callable[[Any], Any] = lambda samples: samples
         self.skipped: dict[int, int] = {}

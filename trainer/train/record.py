@@ -68,5 +68,5 @@ class SpikeError(Exception):
     """The loss spiked at `step`, or the state was bad there, and the run is to be rolled back; `blames_samples`: without them."""
 
     def __init__(self, step: int, *, blames_samples: bool = True) -> None:
-        super().__init__(f"loss spike at step {step}")
+        super().__init__(f"a loss spike, or a bad state, at step {step}")
         self.step, self.blames_samples = step, blames_samples
