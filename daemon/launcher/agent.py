@@ -533,9 +533,10 @@ class DlrunAgent(LocalElasticAgent):
 
     def _again(self, kind: str, step: int, decided: RestartDecision, *, error: str = "") -> RestartDecision:
         """Return what is done about a failure: from the second time at a step on, of an error, or of a `kind` without one."""
+        comes_again = self._budget.comes_again(kind, step)
         if decided.repeats:
             return self._further_back(error, step) or decided
-        if not kind or not self._budget.comes_again(kind, step) or not decided.restart:
+        if not comes_again or not decided.restart:
             return decided
         return self._further_back(kind, step) or self._budget.stays(kind, step) or decided
 

@@ -120,9 +120,9 @@ class Budget:
         return f", and again from {count} older state{'s' if count > 1 else ''}" if count else ""
 
     def comes_again(self, kind: str, step: int) -> bool:
-        """Take note of a failure that is no error of the script; whether the one before was like it, at the same step."""
+        """Take note of a failure without an error's text, "" for any other; whether the one before was like it, at the same step."""
         before, self._silent = self._silent, (kind, step)
-        return before == self._silent
+        return bool(kind) and before == self._silent
 
     def _spent(self) -> str:
         """Return why there is no restart, and what to do about it."""

@@ -23,6 +23,8 @@ LEARNT_STEPS = 20
 
 LONG_START_S = 300.0
 """A restart in which no rank does anything has at least this long, and ten times the longest start of the job."""
+AT_WORK = 3.0
+"""Behind a hang, ranks that use the processor may restore or compile: they have so many times the limit, and it once more."""
 _LOOK_S = 0.5
 _IDLE = 0.001  # of a core for each rank: the threads of its libraries that look around now and then
 _BUSY_S = 0.05  # of all ranks together: ranks that only wait for one another use less in minutes
@@ -69,7 +71,8 @@ class StallWatch:
     Args:
         explicit_s: See `timeout_s`.
         known_s: How long the longest start of this job took, in seconds; 0: a restart has no limit yet.
-        after_hang: The start before ended in a hang: a rank that uses the processor may be in the same again.
+        after_hang: The start before ended in a hang: a rank that uses the processor may be in the same again, and is
+            believed to be at work for AT_WORK times the limit.
     """
 
     def __init__(self, explicit_s: float | None, known_s: float = 0.0, *, after_hang: bool = False) -> None:
@@ -79,7 +82,7 @@ class StallWatch:
         self._known_s, self._after_hang = known_s, after_hang
         self._stopped_s: dict[int, float | None] = {}
         self._last_s: float | None = None
-        self._quiet_s, self._mark = 0.0, (0.0, 0.0)
+        self._quiet_s, self._mark, self._ran_s = 0.0, (0.0, 0.0), 0.0
 
     def look(self, now_s: float, ranks: Mapping[int, int], *, is_starting: bool, waited: float) -> Stall | None:
         """Return what has made no progress for too long. To be called several times a second.
@@ -106,6 +109,7 @@ class StallWatch:
             return Stall(what=what, ranks=still, limit_s=self._stop_s)
         if not is_starting or self._quiet_limit_s == float("inf"):
             return None
+        self._ran_s += passed_s
         self._quiet_s = 0.0 if self._is_busy(ranks, waited) else self._quiet_s + passed_s
         if self._quiet_s <= self._quiet_limit_s:
             return None
@@ -115,7 +119,8 @@ class StallWatch:
 
     def _is_busy(self, ranks: Mapping[int, int], waited: float) -> bool:
         """Return whether the ranks have used the processor since they last had, or wait for storage."""
-        cpu_s = 0.0 if self._after_hang else session_cpu_s(set(ranks.values()))
+        counts = not self._after_hang or self._ran_s < AT_WORK * self._quiet_limit_s
+        cpu_s = session_cpu_s(set(ranks.values())) if counts else 0.0
         if cpu_s - self._mark[0] < _BUSY_S and waited == self._mark[1]:
             return False
         self._mark = (cpu_s, waited)
