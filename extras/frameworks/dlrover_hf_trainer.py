@@ -17,6 +17,7 @@ from typing import Any
 
 from transformers import Trainer, TrainingArguments
 
+from flashckpt.errors import ConfigError
 from flashckpt.integrations.transformers import FlashCheckpoint
 
 _ARGS_AT = 1
@@ -47,6 +48,17 @@ class FlashCkptTrainer(Trainer):  # type: ignore[misc]  # transformers is not th
     ) -> None:
         own = args if args is not None else given[_ARGS_AT] if len(given) > _ARGS_AT else None
         settings = TrainingArguments() if own is None else own
+        for name, value in (
+            ("load_best_model_at_end", settings.load_best_model_at_end),
+            ("save_strategy", settings.save_strategy),
+        ):
+            if value is True or value == "best":
+                raise ConfigError(
+                    f"FlashCkptTrainer does not keep the best model ({name})",
+                    found=f"{name}={value}",
+                    expected="the newest checkpoints, by save_steps or epochs",
+                    remedy="Trainer with the callback FlashCheckpoint beside it: Trainer then writes its own folders",
+                )
         every = max(1, int(settings.save_steps)) if settings.save_strategy == "steps" else 1
         options = {"snapshot_every": every, "persist_every": None, "keep_last": settings.save_total_limit}
         root = os.path.join(settings.output_dir, "flashckpt")  # noqa: PTH118 -- may be a URL

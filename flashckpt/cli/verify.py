@@ -66,29 +66,32 @@ def verify(
         infos = [*(info for info in broken if info.identity > infos[0].identity), *infos]
     with progress("verifying", sum(info.nbytes for info in infos), quiet=as_json) as advance:
         results = [verify_checkpoint(store, info, advance) for info in infos]
-    if numbers:
-        for result in results:
-            result["numbers"] = _odd_numbers(store, result)
+    there = list_checkpoints(store) if numbers else []
+    for result in results if numbers else []:
+        result["numbers"] = _odd_numbers(store, there, result)
     show({"root": store.url, "checkpoints": results}, as_json=as_json, table=lambda: _table(results))
     return DamagedError.exit_code if any(result["damaged"] for result in results) else 0
 
 
-def _odd_numbers(store: Store, result: dict[str, Any]) -> list[dict[str, Any]]:
+def _odd_numbers(store: Store, there: Sequence[CheckpointInfo], result: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the tensors of a checkpoint that hold NaN or infinity, or whose norm jumped since the one before, as MANIFESTs say."""
     if result["damaged"]:
         return []
     found = numbers_of(read_manifest(store, result["prefix"], values=False))
     odd = [{"tensor": fqn} | one for fqn, one in found.items() if one["largest"] is None]
-    older = [info for info in list_checkpoints(store) if info.step < result["step"]]
-    if older:
-        before = max(older, key=lambda info: info.identity)
-        jumped = jumps(numbers_of(read_manifest(store, before, values=False)), found)
+    for before in sorted([info for info in there if info.step < result["step"]], key=lambda info: info.identity)[::-1]:
+        try:
+            earlier = numbers_of(read_manifest(store, before, values=False))
+        except FlashckptError:  # damaged, or deleted meanwhile: it says nothing of this one
+            continue
+        jumped = jumps(earlier, found)
         names = {one["tensor"] for one in odd}
         odd += [
             {"tensor": one["fqn"], **found[one["fqn"]], "norm_before": one["norm"][0], "step_before": before.step}
             for one in jumped
             if one["fqn"] not in names
         ]
+        break
     return odd
 
 

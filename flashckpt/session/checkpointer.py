@@ -314,8 +314,15 @@ class Checkpointer:
 
         Args:
             first: A step, counted as before the restore.
-            last: The last such step.
+            last: The last such step; steps that the restored state has behind it are left alone.
+
+        Raises:
+            ConfigError: `last` is before `first`.
         """
+        if last < first:
+            raise ConfigError(
+                "no step is to be left out", found=f"first={first}, last={last}", expected="last at or behind first"
+            )
         self._alive().leave_out(first, last)
 
     def fence(self) -> None:

@@ -115,7 +115,12 @@ class Opening:
         layout, inventories = self._open_memory(coordinator)
         refused = self.tracked.ahead.refused  # of what is planned here: a restore plans again
         unread = set(self.tracked.unread)
-        if self.request.is_open and (step := min(i.restore_step for i in inventories)) >= 0:
+        asked = {i.restore_step for i in inventories}
+        if len(asked) > 1 and self.tracked.world.rank == 0:
+            _log.warning(
+                "dlrun --restore-step is followed where all nodes are given one number: %s here", sorted(asked)
+            )
+        if self.request.is_open and len(asked) == 1 and (step := min(asked)) >= 0:
             coordinator = replace(coordinator, request=replace(self.request, step=step))
         begin = coordinator.begin_fresh if self.begins_fresh else coordinator.run
         outcome = begin(inventories, own=self.memory.segment)

@@ -83,7 +83,7 @@ class Session:
         self._clean, self._left_out = self._last_step, ""
         self._note_restored()
         first, last = left_out(self.outcome.inventories)
-        if self.outcome.report is not None and last > self._last_step:
+        if self.outcome.report is not None:
             self.leave_out(first, last)
         self._committed = CommitWatch(
             self.directory,
@@ -128,9 +128,10 @@ class Session:
 
     def leave_out(self, first: int, last: int) -> None:
         """As `Checkpointer.leave_out`."""
-        self._left_out = samplers.leave_out(self.tracked.objects, self._last_step, first, last)
-        if self._left_out and self.tracked.world.rank == 0:
-            _log.warning("%s", self._left_out)
+        text = samplers.leave_out(self.tracked.objects, self._last_step, first, last) if last > self._last_step else ""
+        if text and self.tracked.world.rank == 0:
+            _log.warning("%s", text)
+        self._left_out = "; ".join(filter(None, (self._left_out, text)))
 
     # -- step --------------------------------------------------------------------------------------------
 
