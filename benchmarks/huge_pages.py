@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -65,8 +64,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     load, rows = LoadWatch(), dict[str, list[dict[str, Any]]]()
-    places = {name: tempfile.mkdtemp(dir=folder) for name, folder in (("huge", given.huge), ("4 KiB", given.small))}
-    with tempfile.TemporaryDirectory() as folder:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryDirectory(dir=given.huge) as huge,
+        tempfile.TemporaryDirectory(dir=given.small) as small,
+    ):
+        places = {"huge": huge, "4 KiB": small}
         for number in range(given.rounds + 1):
             for name, shm in places.items():
                 home = Path(folder) / name.replace(" ", "")
@@ -77,8 +80,6 @@ def main() -> None:
                 assert found["restored"] == (number > 0), ran.stderr
                 if number:
                     rows.setdefault(name, []).append(found | {"ratio": found["restore_s"] / found["memcpy_s"]})
-    for shm in places.values():
-        shutil.rmtree(shm)
     for name, found in rows.items():
         ratios = sorted(one["ratio"] for one in found)
         print(f"{name:6} {statistics.median(ratios):.2f} [{ratios[0]:.2f}-{ratios[-1]:.2f}] memcpys")

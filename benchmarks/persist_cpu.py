@@ -132,30 +132,32 @@ def main() -> None:
     arguments = parser.parse_args()
     load = LoadWatch()
     rows: dict[str, list[dict[str, float]]] = {}
-    shm = Path(tempfile.mkdtemp(dir=arguments.shm))
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        segment = made(shm / "bench.seg", arguments.mb << 20)
+    with (
+        tempfile.TemporaryDirectory(dir=arguments.folder) as folder,
+        tempfile.TemporaryDirectory(dir=arguments.shm) as shm,
+    ):
+        segment = made(Path(shm) / "bench.seg", arguments.mb << 20)
         ways = Ways(segment, Path(folder))
         for number in range(arguments.rounds + 1):
             for name in ("persist", "mapped_each_time", "raw", "digest", "map"):
                 found = cpu(getattr(ways, name), ways.nbytes)
                 if number:  # the first round warms everything up
                     rows.setdefault(name, []).append(found)
-    shutil.rmtree(shm)
     medians = {k: {key: statistics.median(one[key] for one in v) for key in v[0]} for k, v in rows.items()}
-    ratio = statistics.median(
-        a["cpu_s_per_gb"] / b["cpu_s_per_gb"] for a, b in zip(rows["persist"], rows["raw"], strict=True)
-    )
+    ratios = {
+        name: statistics.median(
+            a["cpu_s_per_gb"] / b["cpu_s_per_gb"] for a, b in zip(rows[name], rows["raw"], strict=True)
+        )
+        for name in ("persist", "mapped_each_time", "digest")
+    }
     for name, row in medians.items():
         print(f"{name:17} {row['cpu_s_per_gb']:.3f} CPU s/GB {row['wall_s']:.2f} s {row['faults']:.0f} faults")
-    print(
-        f"persist / raw, CPU: {ratio:.2f}; {medians['mapped_each_time']['cpu_s_per_gb'] / medians['raw']['cpu_s_per_gb']:.2f} mapped each time"
-    )
+    print("x raw, CPU, median of rounds: " + ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items()))
     if arguments.json:
         given = {"mb": arguments.mb, "rounds": arguments.rounds, "shm": arguments.shm}
         write_json(
             arguments.json,
-            document("persist_cpu", given, {"medians": medians, "ratio": ratio, "rounds": rows}, load=load),
+            document("persist_cpu", given, {"medians": medians, "ratios": ratios, "rounds": rows}, load=load),
         )
 
 

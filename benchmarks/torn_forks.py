@@ -30,6 +30,7 @@ class Zygote:
     """
 
     def __init__(self, command: list[str], env: Mapping[str, str]) -> None:
+        self._forks: list[Fork] = []
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 -- closed with the process
         self._process = subprocess.Popen(
             command,
@@ -51,10 +52,13 @@ class Zygote:
         if not answer:
             self.log.seek(0)
             raise RuntimeError(f"the saver does not start:\n{self.log.read()[-2000:]}")
-        return Fork(int(json.loads(answer)["pid"]), pipe)
+        self._forks.append(Fork(int(json.loads(answer)["pid"]), pipe))
+        return self._forks[-1]
 
     def close(self) -> None:
-        """End it; forks that are left lose their pipe, and end at their next word."""
+        """End it, and the forks that are left."""
+        for fork in self._forks:
+            fork.kill()
         stream(self._process.stdin).close()
         self._process.wait(20)
         stream(self._process.stdout).close()

@@ -57,10 +57,10 @@ class PacedStore:
 class Rank:
     """One rank with so many slots, and the persister of its node."""
 
-    def __init__(self, slots: int, nbytes: int, step_s: float) -> None:
+    def __init__(self, root: str, slots: int, nbytes: int, step_s: float) -> None:
         self.step, self._step_s, self._stop = 0, step_s, threading.Event()
         self.job = f"two-slots-{slots}-{time.monotonic_ns()}"
-        self.ckpt = Checkpointer(tempfile.mkdtemp(), snapshot_every=1, persist_every=None, slots=slots, job=self.job)
+        self.ckpt = Checkpointer(root, snapshot_every=1, persist_every=None, slots=slots, job=self.job)
         self.model = torch.nn.ParameterList([torch.zeros(nbytes // 64) for _ in range(16)])
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
         self.ckpt.track(model=self.model, optimizer=self.optimizer, rng=True)
@@ -114,15 +114,20 @@ def main() -> None:
     for name, default in (("mb", 512.0), ("mb-s", 150.0), ("commit-s", 2.0), ("step-s", 0.2)):
         parser.add_argument(f"--{name}", type=float, default=default)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--shm", default="/dev/shm", help="a tmpfs for the slots")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     load = LoadWatch()
-    with tempfile.TemporaryDirectory() as agent:
+    with tempfile.TemporaryDirectory() as agent, tempfile.TemporaryDirectory(dir=arguments.shm) as memory:
+        os.environ["FLASHCKPT_SHM_DIR"] = memory  # with it all goes that no daemon takes away
         lease = Lease(Path(agent) / LOCK, create=True)
         assert lease.exclusive(0)
         os.environ["FLASHCKPT_AGENT_DIR"] = agent  # as under an agent: no daemon is started
         store, rows = PacedStore(arguments.mb_s * 1e6), dict[str, list[dict[str, float]]]()
-        ranks = {name: Rank(slots, int(arguments.mb * 1e6), arguments.step_s) for name, (slots, _) in VARIANTS.items()}
+        nbytes = int(arguments.mb * 1e6)
+        ranks = {
+            name: Rank(f"{agent}/root{slots}", slots, nbytes, arguments.step_s) for name, (slots, _) in VARIANTS.items()
+        }
         for _ in range(arguments.rounds):
             for name, (_, gives_back) in VARIANTS.items():
                 rows.setdefault(name, []).append(ranks[name].persist(store, arguments.commit_s, gives_back=gives_back))
