@@ -141,6 +141,15 @@ class TwoSlots:
 
 def run(path: Path, actions: Iterable[str]) -> TwoSlots:
     one = TwoSlots(path, actions)
+    try:
+        _run(one)
+    finally:
+        one.segment.close()
+        path.unlink()
+    return one
+
+
+def _run(one: TwoSlots) -> None:
     pin = one.segment.pin(0)
     assert pin is not None
     done: dict[int, str] = {}
@@ -154,10 +163,7 @@ def run(path: Path, actions: Iterable[str]) -> TwoSlots:
     for action in ("take", "copy"):  # whoever died, the next snapshot finds its slot free
         {"take": one.begin, "copy": one.copy}[action]()
     one.check()
-    assert max(restorable(path)) > 2, "no lock outlives its holder"
-    one.segment.close()
-    path.unlink()
-    return one
+    assert max(restorable(one.path)) > 2, "no lock outlives its holder"
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -30,11 +30,12 @@ def main(arguments: list[str]) -> int:
         return int(bool(outcome.rule))
     with get_context("fork").Pool(chosen.workers) as pool:
         firsts = [(seed + at, chosen.workers, 60 * chosen.minutes) for at in range(chosen.workers)]
-        runs = pool.starmap(_run, firsts, chunksize=1)
+        runs = []
+        for one in pool.imap_unordered(_run, firsts):
+            if one.broken is not None:
+                return _tell(simulate(one.broken))
+            runs.append(one)
     counts = sum((Counter(one.counts) for one in runs), Counter[str]())
-    for one in runs:
-        if one.broken is not None:
-            return _tell(simulate(one.broken))
     days = sum(one.virtual_s for one in runs) / 86400
     sys.stdout.write(
         f"{sum(one.seeds for one in runs)} seeds from {seed} on: nothing was broken in {days:.2f} virtual days"
@@ -52,7 +53,8 @@ class _Run(NamedTuple):
     broken: int | None
 
 
-def _run(first: int, stride: int, seconds: float) -> _Run:
+def _run(given: tuple[int, int, float]) -> _Run:
+    first, stride, seconds = given
     began, seed = time.monotonic(), first
     virtual_s, counts = 0.0, Counter[str]()
     while time.monotonic() - began < seconds:

@@ -29,7 +29,7 @@ class Report:
     faults: list[Fault]
     setup: Setup = _BUSY
     least: dict[str, int] = field(default_factory=lambda: {"commits": 2})
-    told: str = "FAULT"
+    told: str = ""
 
 
 REPORTS = [
@@ -46,14 +46,19 @@ REPORTS = [
             Fault(20.0, "resize", 0), Fault(60.0, "kill persister at a point", 0, 0.5), Fault(61.0, "resize", 1)],
            told="start 1 ranks"),
     Report("a node is lost while it saves, the user goes back, and saves of lower steps are left out",
-           [Fault(60.0, "lose node", 1, 0.1), Fault(85.0, "roll back", 0), Fault(120.0, "roll back", 1)]),
+           [Fault(60.0, "lose node", 1, 0.1), Fault(85.0, "roll back", 0), Fault(120.0, "roll back", 1)],
+           told="start 2 ranks on n0, n2"),
     Report("a checkpoint that was copied by hand is taken for unfinished, and deleted",
-           [Fault(40.0, "operator copies", 0), Fault(50.0, "restart all nodes", 0, 0.2), Fault(90.0, "kill rank")]),
+           [Fault(40.0, "operator copies", 0), Fault(50.0, "restart all nodes", 0, 0.2), Fault(90.0, "kill rank")],
+           told="generation 3 begins with"),
     Report("a node leaves and comes back at once, again and again",
-           [Fault(20.0 + 5 * turn, "kill agent", turn) for turn in range(20)], least={"starts": 6}),
+           [Fault(20.0 + 5 * turn, "kill agent", turn) for turn in range(20)], least={"starts": 6},
+           told="start 2 ranks on n1, n2"),
     Report("the agent of the first node dies",
-           [Fault(30.0, "kill agent", 0), Fault(80.0, "kill agent", 0)], least={"starts": 2}),
+           [Fault(30.0, "kill agent", 0), Fault(80.0, "kill agent", 0)], least={"starts": 2},
+           told="start 2 ranks on n1, n2"),
     Report("more machines come back than the job has room for, one of them with the memory of before",
            [Fault(40.0, "restart node", 0, 0.2), Fault(41.0, "restart node", 1, 0.3), Fault(80.0, "lose node", 2, 0.1),
-            Fault(90.0, "restart node", 0, 0.1)], setup=Setup(nodes=2, spares=2, persist_every=5, step_s=1.0, faults_s=150.0)),
+            Fault(90.0, "restart node", 0, 0.1)], setup=Setup(nodes=2, spares=2, persist_every=5, step_s=1.0, faults_s=150.0),
+           told="start 2 ranks on n2, n3"),
 ]  # fmt: skip

@@ -74,8 +74,7 @@ class Run:
         self.wrong: list[str] = []
         self.sums: list[torch.Tensor] = []
         self.kept: list[Any] = []
-        self.has_freed = threading.Event()
-        self.has_freed.set()
+        self.freed = [threading.Event() for _ in range(STEPS + 1)]
 
     def look(self, snapshot: Snapshot) -> None:
         """Compare what lies in a slot that is about to be COMPLETE with the step it is of."""
@@ -124,16 +123,15 @@ class Run:
                 with torch.no_grad():
                     for buffer in self.model.buffers():
                         buffer.add_(1)
-                if between is None:
-                    self.has_freed.clear()
-                self.ckpt.step(step)
                 if between is not None:  # which may wait for the copy
+                    self.freed[step].set()
+                self.ckpt.step(step)
+                if between is not None:
                     between(self, step)
-                self.forward()  # at once: what copies use of the memory that it frees, they use while it does
+                self.forward(step)  # at once: what copies use of the memory that it frees, they use while it does
                 with torch.no_grad():
                     for buffer in self.model.buffers():  # what is not fenced may change at once
                         buffer.add_(100).sub_(100)
-            self.has_freed.set()
             self.ckpt._alive()._stager.finish()
             self.knobs.schedule(0, 0)
             self.wrong += [f"a wrong sum in training, by {one.item():.0f}" for one in self.sums if one.item() != 0]
@@ -143,7 +141,7 @@ class Run:
             shutil.rmtree(life.directory.path, ignore_errors=True)
         return self.wrong
 
-    def forward(self) -> None:
+    def forward(self, step: int) -> None:
         """Use memory and free it while what reads it is still queued, as activations are."""
         small = torch.full((300,), 3.0, device=self.at)
         for _ in range(6):
@@ -152,7 +150,7 @@ class Run:
         large = torch.full((40_000,), 3.0, device=self.at)
         self.sums.append((large.sum() - 120_000).abs())
         del large, small  # the last one is the next to be handed out
-        self.has_freed.set()
+        self.freed[step].set()
 
     @contextmanager
     def _watched(self, fails_at: int) -> Iterator[None]:
@@ -163,7 +161,7 @@ class Run:
 
         def copy(stager: Stager, snapshot: Snapshot) -> None:
             if late.random() < 0.5:  # when training has just freed memory that its queue still uses
-                assert self.has_freed.wait(TIMEOUT_S)
+                assert self.freed[snapshot.request.id.step].wait(TIMEOUT_S)
             time.sleep(late.choice([0, 0.5, 2, 4]) * LONGEST_US / 1e6)  # no wait: as late as a busy machine makes it
             real_copy(stager, snapshot)
 

@@ -21,10 +21,12 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[
     zygote = forks.Zygote([sys.executable, str(PROGRAMS / "torn_saver.py"), "torch.save", "serve"], {})
     out = tmp_path / "out"
     out.mkdir()
-    yield lambda *words: zygote.fork([str(out), str(1 << 16), *words], {}, tmp_path)
-    zygote.close()
-    for name in ("torn_forks", "processes"):
-        sys.modules.pop(name, None)
+    try:
+        yield lambda *words: zygote.fork([str(out), str(1 << 16), *words], {}, tmp_path)
+    finally:
+        zygote.close()
+        for name in ("torn_forks", "processes"):
+            sys.modules.pop(name, None)
 
 
 def test_one_fork_saves_and_another_loads_what_it_saved(start: Callable[..., Any]) -> None:

@@ -64,6 +64,7 @@ def test_behind_a_hang_a_restart_that_is_busy_and_trains_nothing_is_one_too(
     for after_hang in (False, True):
         machine = Machine(monkeypatch)
         watch = hang.StallWatch(explicit_s, 5.0, after_hang=after_hang)
+        assert machine.found_in(watch, (limit_s or 300.0) * hang.AT_WORK, cpu=1.0) is None, "it may restore or compile"
         found = machine.found_in(watch, 400.0, cpu=1.0)
         assert (found is not None) == (after_hang and limit_s is not None)
         if found is not None:

@@ -143,10 +143,14 @@ def test_the_end_of_a_write_wakes_the_daemon(tmp_path: Path, monkeypatch: pytest
     job.step(10, persist=True)
     thread = threading.Thread(target=daemon.run, daemon=True)
     thread.start()
-    wait_for(lambda: identities(job) == [(1, 10)], what="the commit")
-    daemon.stop(0, None)
-    job.die()
-    thread.join(30)
+    try:
+        wait_for(lambda: identities(job) == [(1, 10)], what="the commit")
+    finally:
+        asleep.set()
+        daemon.stop(0, None)
+        job.die()
+        thread.join(30)
+    assert not thread.is_alive()
 
 
 def test_who_waits_reads_a_status_as_soon_as_it_is_written(tmp_path: Path) -> None:
