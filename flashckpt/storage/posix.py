@@ -193,8 +193,9 @@ class PosixStore:
                 for name in names:
                     path = Path(folder) / name
                     if name.endswith(TEMPORARY) and _is_orphan(path, older_than_s):
-                        path.unlink(missing_ok=True)
-                        swept.append(str(path.relative_to(self.root)))
+                        with contextlib.suppress(FileNotFoundError):  # published since, by a writer that then ended
+                            path.unlink()
+                            swept.append(str(path.relative_to(self.root)))
         return swept
 
     def close(self) -> None:

@@ -26,6 +26,7 @@ from flashckpt.checkpoint.root_records import prefix_of
 from flashckpt.checkpoint.writer import commit, persist_slot
 from flashckpt.core.lineage import Generation
 from flashckpt.errors import ConfigError, DamagedError, FlashckptError, RootError, StoreError
+from flashckpt.storage import posix
 from flashckpt.storage.conditional import publish_unconditional
 from flashckpt.storage.factory import is_process_local, open_store
 from flashckpt.storage.posix import PosixStore
@@ -522,6 +523,20 @@ def test_temporary_file_of_a_dead_writer_is_swept_at_once_and_a_living_ones_stay
     os.utime(elsewhere, (1, 1))
     assert store.sweep() == [elsewhere.name]
     assert mine.exists()
+
+
+def test_file_that_its_writer_publishes_and_then_ends_is_not_called_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def published(path: Path, _: float) -> bool:
+        path.rename(tmp_path / "a")
+        return True
+
+    store = PosixStore(tmp_path)
+    store._temporary(tmp_path / "a").write_bytes(b"whole")
+    monkeypatch.setattr(posix, "_is_orphan", published)
+    assert store.sweep() == []
+    assert store.get("a") == b"whole"
 
 
 @pytest.mark.root
