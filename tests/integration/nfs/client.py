@@ -355,14 +355,25 @@ def fence() -> None:
     _job["ckpt"].fence()
 
 
+def _words_of(pid: int) -> bytes:
+    """Return the command line of a process; of one that has ended, a zombie too, b""."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
 def finish() -> list[str]:
-    """End the job; return what is left of it in memory."""
+    """End the job and its daemon, whose last words go to the root; return what is left of it in memory."""
     from support.ranks import wait_for
 
-    from flashckpt.shm.job_directory import memory_root
+    from flashckpt.shm.job_directory import JobDirectory, memory_root
 
+    status = JobDirectory.open(_job["folder"], create=False).read_status()
+    assert status is not None
     _job["ckpt"].close()
     wait_for(lambda: not any(memory_root().iterdir()), what="the memory to be given back")
+    wait_for(lambda: not _words_of(status.pid), what="the daemon to end")
     return sorted(one.name for one in memory_root().iterdir())
 
 
