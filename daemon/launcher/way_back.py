@@ -22,10 +22,13 @@ class WayBack:
 
     def __init__(self) -> None:
         self.back, self.leave_out = 0, (0, 0)
-        self._since = 0
+        self._since, self._job = 0, ""
 
     def follow(self, decided: RestartDecision | None, job: JobDirectory | None) -> None:
         """Take up a decision; one that goes nowhere leaves what is still to be done: no generation began so, no snapshot has it."""
+        name = "" if job is None else str(job.path)
+        if name != self._job:  # numbers and steps of another root say nothing of this one
+            self._job, self._since, self.back, self.leave_out = name, 0, 0, (0, 0)
         began, snapshot = _newest(job)
         if began > self._since:
             self.back = 0

@@ -23,7 +23,7 @@ FIX = "fix the script; its traceback is above"
 
 def job(root: Path) -> Any:
     return SimpleNamespace(
-        read_config=lambda: SimpleNamespace(root=str(root), storage_options={}), read_generation=lambda: None
+        path=root, read_config=lambda: SimpleNamespace(root=str(root), storage_options={}), read_generation=lambda: None
     )
 
 
@@ -108,6 +108,13 @@ def test_what_is_left_out_stays_so_until_a_snapshot_has_it(monkeypatch: pytest.M
         way.follow(RestartDecision(restart=True, reason=""), here)
         found.append((way.back, way.leave_out))
     assert found == [(2, (9, 9)), (0, (9, 9)), (0, (9, 9)), (0, (0, 0))]
+
+
+def test_on_another_root_nothing_is_left_to_do_of_the_one_before(tmp_path: Path) -> None:
+    way = WayBack()
+    way.follow(RestartDecision(restart=True, reason="", back=2, leave_out=(9, 9)), job(tmp_path / "a"))
+    way.follow(None, job(tmp_path / "b"))
+    assert (way.back, way.leave_out) == (0, (0, 0))
 
 
 @pytest.mark.parametrize("how", ["no job", "unreachable", "hangs"])
