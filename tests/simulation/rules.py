@@ -108,6 +108,11 @@ class Rules:
         )
         return mark if is_used else 0
 
+    def may_write(self, record: Generation) -> bool:
+        """Whether the claims on the root leave it to a generation to write there."""
+        mark = mark_of(record.token)
+        return max(self._claims, default=0) <= record.number and self._claims.get(record.number, mark) == mark
+
     def _counts(self, state: State) -> bool:
         return self.owner(state.identity.generation) in (0, state.mark)
 

@@ -26,6 +26,8 @@ _current: list[Job] = []
 _draw = Random(0)
 LIVELY_S = 900.0
 """Virtual seconds without a fault after which something that was taken in them is committed."""
+READ_S = 120.0
+"""And after which a person reads in the status that the run is fenced, and starts it again: the root is that of others."""
 
 
 @dataclass
@@ -137,6 +139,9 @@ def _run(job: Job, faults: Sequence[Fault]) -> None:
     while not _is_lively(job):
         if scheduler.now >= setup.faults_s + LIVELY_S:
             raise Violation("liveness", f"nothing new was committed in {LIVELY_S:.0f} s without a fault")
+        if scheduler.now >= setup.faults_s + READ_S and not job.counts["fenced"] and _is_fenced(job):
+            job.note("fenced")
+            KINDS["restart all nodes"](job, 0, 0.0)
         scheduler.run(scheduler.now + 10)
     scheduler.run(scheduler.now + setup.quiet_s)
     _leaks(job)
@@ -162,6 +167,11 @@ def _calm(job: Job) -> None:
         process.deadly_in = None
     if job.counts["stranger"]:
         KINDS["restart all nodes"](job, 0, 0.0)  # a person ends the run that is fenced, and starts it again
+
+
+def _is_fenced(job: Job) -> bool:
+    """Whether others have the number of the run, or a higher one: machines that it left had something to save, too."""
+    return bool(job.ranks) and not job.rules.may_write(job.ranks[0].record)
 
 
 def _is_lively(job: Job) -> bool:
