@@ -63,6 +63,7 @@ class Rules:
         self.kept: set[SnapshotId] = set()
         self._bad: dict[str, int] = {}  # states in which numbers are NaN: of all ranks, or of that one alone
         self._buried: set[SnapshotId] = set()  # by the product
+        self._removed_s: dict[SnapshotId, float] = {}  # when a person removed it
 
     # -- lineage ---------------------------------------------------------------------------------------------
 
@@ -309,7 +310,8 @@ class Rules:
         seen = {one: parent for one, parent in self.on_root.items() if self._is_known(one, look_s)}
         bounds = self.line(max(seen, default=0), seen)
         states = self.committed
-        alive = sorted((one for one in self._named if one.step <= bounds.get(one.generation, -1)), reverse=True)
+        there = self._named | {one for one, at_s in self._removed_s.items() if CLOCK.scheduler.now - at_s < look_s}
+        alive = sorted((one for one in there if one.step <= bounds.get(one.generation, -1)), reverse=True)
         if identity in alive[: max(1, setup.keep_last or len(alive))]:
             raise Violation("nothing that retention protects is deleted", f"{identity}, of {alive[:4]}")
         if (
@@ -333,6 +335,7 @@ class Rules:
     def removed_by_operator(self, identity: SnapshotId) -> None:
         """A person deleted or damaged a checkpoint."""
         self.committed.pop(identity, None)
+        self._removed_s[identity] = CLOCK.scheduler.now
         self._best = self.best()
 
     # -- what is said ----------------------------------------------------------------------------------------

@@ -191,7 +191,11 @@ def _forgotten_pins(node: Node) -> list[SnapshotId]:
         return []
     machine = daemon.persisting.negotiation
     used = {machine.candidate, None if machine.persist is None else machine.persist.intent.identity}
-    return sorted(one for one in daemon.persisting._pins if one not in used)
+    sought, there = daemon.persisting._seeker._held, node.directory.segments()
+    is_there = any(h.identity == sought and h.is_complete for path in there for h in Segment.attach(path).headers())
+    return sorted(
+        [one for one in daemon.persisting._pins if one not in used] + [sought] * (sought is not None and not is_there)
+    )
 
 
 def _leaks(job: Job) -> None:
@@ -201,7 +205,8 @@ def _leaks(job: Job) -> None:
             continue
         for name, file in files.items():
             if name.endswith(".seg"):
-                pinned = [byte for byte, holders in file.locks.items() if byte and holders]
+                # beside what a rank writes: what is persisted or proposed, and what was found while the root was asked
+                pinned = [byte for byte, holders in file.locks.items() if byte and not all(holders.values())]
                 if len(pinned) > 2:
                     raise Violation("no pin is held for ever", f"{folder}/{name}: {len(pinned)} slots")
     if extra := [one for node in job.nodes for one in _forgotten_pins(node)]:

@@ -97,4 +97,15 @@ SEEDS = [
           Fault(149.28135510276692, "restart node", 27, 0.1749293295739357),
           Fault(165.8805841479585, "restart node", 321, 0.15009745092708604),
           Fault(215.7508544893898, "restart node", 476, 0.26407482873331833)]),
+    # the listing of a node's own proposals lagged: it gave a newer one a lower number, and nobody ever read that
+    Seed("liveness", 912, Setup(nodes=2, spares=2, slots=2, step_s=1.0, persist_every=2, persist_s=20, copy_s=0.8, keep_last=2,
+                                latency_s=0.15, faults_s=150.0),
+         [Fault(23.380180059678572, "listings lag", 315, 0.32452943199817197),
+          Fault(32.08144992574873, "listings lag", 767, 0.9158865930293677),
+          Fault(89.65645343917507, "listings lag", 113, 0.9954181662875167)]),
+    # machines that the job had left abandoned whatever it decided: they had begun later generations without the root
+    Seed("liveness", 969, Setup(nodes=2, spares=3, slots=2, step_s=1.0, persist_every=2, copy_s=0.8, latency_s=0.15, faults_s=40.0),
+         [Fault(14.274906310468229, "listings lag", 447, 0.4329450200070144),
+          Fault(18.431420440296208, "others take over", 292, 0.7979945653272773),
+          Fault(26.14608255994637, "others take over", 433, 0.31817346916401745)]),
 ]  # fmt: skip
