@@ -340,14 +340,14 @@ class Negotiation:
         for intent in answer.intents:
             if intent.identity <= self.floor:
                 yield p.CloseIntent(intent.identity)
-            elif is_rolled_back(intent.identity, [tick.generation]):
-                yield p.AbandonIntent(intent.identity, ROLLED_BACK)
-            else:
-                # the claim, once; whoever may be fenced since then finds it before a commit, and nothing counts earlier
-                if self._fenced != tick.generation.number:
-                    yield p.CheckFence()
-                    self._fenced = tick.generation.number
+                continue
+            # the claim, once; whoever may be fenced since then finds it before a commit, and nothing counts earlier
+            if self._fenced != tick.generation.number:
+                yield p.CheckFence()  # also before an intent is abandoned: it may be of others, who went on without this node
+                self._fenced = tick.generation.number
+            if not is_rolled_back(intent.identity, [tick.generation]):
                 return (yield from self._join(tick.node, intent))
+            yield p.AbandonIntent(intent.identity, ROLLED_BACK)
         return False
 
     def _join(self, node: NodeSlots, intent: Intent) -> Generator[Action, Event, bool]:

@@ -29,6 +29,7 @@ class Seeker:
         self._see = see
         self._pins: dict[int, Pin] = {}
         self._held: SnapshotId | None = None
+        self._is_news = False  # to a turn that began before it was held
 
     @contextlib.contextmanager
     def seeking(self, first: SnapshotId | None) -> Iterator[None]:
@@ -56,11 +57,20 @@ class Seeker:
                 found = next((identity for identity in view.flagged() if identity >= first), None)
                 pins = pin_all(view, found, tuple(view.holders(found))) if found is not None else None
                 if pins:
-                    self._held, self._pins = found, pins
+                    self._held, self._pins, self._is_news = found, pins, True
                     return
 
     def let_go(self, seen: NodeInventory | None = None) -> None:
-        """Release what is held; with `seen` only if that shows it: the negotiation has pinned it then, or wants another."""
-        if self._held is not None and (seen is None or seen.holders(self._held)):
+        """Release what is held: the negotiation has pinned it where it wants it.
+
+        Args:
+            seen: What a turn that is over began with. Where it does not show what was held meanwhile, the next one will,
+                unless a restore has emptied those slots.
+        """
+        if self._held is None:
+            return
+        is_to_come = self._is_news and seen is not None and not seen.holders(self._held)
+        self._is_news = False
+        if not is_to_come:
             self._held = None
             release(self._pins)

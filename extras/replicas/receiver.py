@@ -136,7 +136,7 @@ class _Replicas:
         self._coming: IncomingReplica | None = None
 
     def run(self) -> None:
-        holds = {rank: [list(one) for one in self._host.slots.holds(rank)] for rank in self._ranks}
+        holds = {rank: self._holds(rank) for rank in self._ranks}
         self._link.send({"state": "ready", "holds": holds}, SILENCE_S)
         handlers: dict[str, Callable[[dict[str, Any]], None]] = {
             "offer": self._offer,
@@ -152,6 +152,10 @@ class _Replicas:
         finally:
             if self._coming is not None:  # stays as it is: the next connection fills it further
                 self._coming.writer.leave()
+
+    def _holds(self, rank: int) -> list[list[int]]:
+        kept = self._host.kept()
+        return [] if kept is None else [list(one) for one in self._host.slots.holds(rank, kept)]
 
     def _offer(self, fields: dict[str, Any]) -> None:
         if self._coming is not None:
@@ -179,9 +183,7 @@ class _Replicas:
             self._link.send({"state": "complete"}, SILENCE_S)
         else:
             arrived = np.packbits(self._coming.arrived).tobytes()
-            holds = [
-                list(one) for one in self._host.slots.holds(self._coming.manifest.rank)
-            ]  # less what gave way to it
+            holds = self._holds(self._coming.manifest.rank)  # less what gave way to it
             self._link.send({"state": "send", "arrived": arrived, "holds": holds}, SILENCE_S)
 
     def _chunk(self, fields: dict[str, Any]) -> None:

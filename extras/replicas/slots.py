@@ -11,12 +11,12 @@ import contextlib
 import logging
 import threading
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
-from flashckpt.core.digest import CHUNK_BYTES, digest
+from flashckpt.core.digest import CHUNK_BYTES, digest, mark_of
 from flashckpt.core.lineage import Generation, is_rolled_back
 from flashckpt.core.manifest import Manifest, decode_manifest, encode_table
 from flashckpt.core.shard_table import chunk_counts
@@ -48,20 +48,29 @@ class Kept:
     identity: SnapshotId | None = None
     superseded: SnapshotId | None = None
 
+    def counts(self, header: SlotHeader) -> bool:
+        """Whether a replica is whole, and not of another run that took the number of this generation."""
+        is_other = header.generation == self.generation.number and header.mark not in (
+            0,
+            mark_of(self.generation.token),
+        )
+        return header.is_complete and not is_other
+
     def slot(self, headers: list[SlotHeader], pinned: Collection[int]) -> int | None:
         """Return the slot that a replica may overwrite; None if there is none.
 
         That is any but the one with what is kept. Of what is newer nothing can be everywhere: its sender offers something else.
+        What another run left counts as empty.
 
         Args:
             headers: One per slot.
             pinned: Slots that are being read or written.
         """
-        complete = [header.identity for header in headers if header.is_complete]
+        complete = [header.identity for header in headers if self.counts(header)]
         newer = {i for i in complete if self.identity is None or i > self.identity}
         left = {i for i in complete if i != self.identity and is_rolled_back(i, [self.generation])}
         return choose_slot(
-            headers,
+            [h if self.counts(h) or not h.is_complete else replace(h, state=SlotState.EMPTY) for h in headers],
             pinned=pinned,
             common=[self.identity] if self.identity is not None else [],
             unrecoverable=newer | left,
@@ -150,12 +159,12 @@ class ReplicaSlots:
         self._open: dict[Path, Segment] = {}
         self._lock = threading.Lock()
 
-    def holds(self, rank: int) -> list[SnapshotId]:
-        """Return the ids of the COMPLETE replicas of a rank, ascending."""
+    def holds(self, rank: int, kept: Kept) -> list[SnapshotId]:
+        """Return the ids of the COMPLETE replicas of a rank, ascending; of a generation with two runs those of `kept`'s."""
         found: set[SnapshotId] = set()
         for path in self._directory.replica_segments():
             if path.name.startswith(f"r{rank:05d}-"):
-                found |= {header.identity for header in _headers(path) if header.is_complete}
+                found |= {header.identity for header in _headers(path) if kept.counts(header)}
         return sorted(found)
 
     def begin(self, raw: bytes, *, kept: Kept, persist: bool, ranks: Collection[int]) -> IncomingReplica | None:
@@ -175,7 +184,7 @@ class ReplicaSlots:
         manifest = decode_manifest(raw)
         if manifest.job != self._directory.job or manifest.rank not in ranks or manifest.objects:
             raise DamagedError("a replica is of another job", found=f"job {manifest.job!r}, rank {manifest.rank}")
-        if manifest.identity in self.holds(manifest.rank):
+        if manifest.identity in self.holds(manifest.rank, kept):
             return None
         with self._lock:
             segment = self._segment(manifest, len(raw))

@@ -130,6 +130,7 @@ class Proposals:
 
     def __init__(self) -> None:
         self._read: dict[str, NodeProposal] = {}
+        self._last = "", -1  # the node that was published for, and its number: a listing may lag behind it
 
     def read(self, store: Store, generation: int, *, of_all: bool = True) -> list[NodeProposal]:
         """Return the newest proposals in one generation: a listing, and one request for each new one.
@@ -151,8 +152,10 @@ class Proposals:
         before = _listed(store, generation, first).get(
             node, []
         )  # each time: a number of somebody else would outweigh ours
-        key = f"{node}.{_number(before[-1]) + 1 if before else 0:09d}"
-        store.put(key, encode_proposal(proposal))
+        last = self._last[1] if self._last[0] == node else -1
+        number = 1 + max([last, *map(_number, before)])
+        store.put(f"{node}.{number:09d}", encode_proposal(proposal))
+        self._last = node, number
         store.delete_many(before)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from flashckpt.core.lineage import BEGINNING
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.shm.job_directory import JobConfig
-from simulation import memory
+from simulation import memory, seams
 from simulation.agents import Agents
 from simulation.clock import CLOCK, Killed, Process, Scheduler
 from simulation.machines import Node, Rank
@@ -75,6 +75,7 @@ class Job:
         self.setup, self.clock = setup, CLOCK
         CLOCK.scheduler, CLOCK.offset_s = Scheduler(), {}
         memory.reset()
+        seams.forget()
         wakers.clear()
         self.random = Random(f"{seed} job")
         self.bucket = Bucket(Random(f"{seed} storage"), setup.latency_s)

@@ -125,7 +125,7 @@ MUTANTS = [
     Mutant("no fence before a decision", f"{_P}/negotiation.py",
            "        yield p.CheckFence()\n        yield p.WriteIntent", "        yield p.WriteIntent"),
     Mutant("an intent of a rolled-back lineage is joined", f"{_P}/negotiation.py",
-           "elif is_rolled_back(intent.identity, [tick.generation]):", "elif False:"),
+           "if not is_rolled_back(intent.identity, [tick.generation]):", "if True:"),
     Mutant("abandoned intents are waited for", f"{_P}/negotiation.py",
            "if not lost:\n            return True", "if True:\n            return True"),
     Mutant("the floor does not rise with a commit", f"{_P}/negotiation.py",

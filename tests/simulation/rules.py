@@ -63,6 +63,7 @@ class Rules:
         self.kept: set[SnapshotId] = set()
         self._bad: dict[str, int] = {}  # states in which numbers are NaN: of all ranks, or of that one alone
         self._buried: set[SnapshotId] = set()  # by the product
+        self._removed_s: dict[SnapshotId, float] = {}  # when a person removed it
 
     # -- lineage ---------------------------------------------------------------------------------------------
 
@@ -107,6 +108,11 @@ class Rules:
             or any(one.generation == number for one in self.committed)
         )
         return mark if is_used else 0
+
+    def may_write(self, record: Generation) -> bool:
+        """Whether the claims on the root leave it to a generation to write there."""
+        mark = mark_of(record.token)
+        return max(self._claims, default=0) <= record.number and self._claims.get(record.number, mark) == mark
 
     def _counts(self, state: State) -> bool:
         return self.owner(state.identity.generation) in (0, state.mark)
@@ -304,7 +310,8 @@ class Rules:
         seen = {one: parent for one, parent in self.on_root.items() if self._is_known(one, look_s)}
         bounds = self.line(max(seen, default=0), seen)
         states = self.committed
-        alive = sorted((one for one in self._named if one.step <= bounds.get(one.generation, -1)), reverse=True)
+        there = self._named | {one for one, at_s in self._removed_s.items() if CLOCK.scheduler.now - at_s < look_s}
+        alive = sorted((one for one in there if one.step <= bounds.get(one.generation, -1)), reverse=True)
         if identity in alive[: max(1, setup.keep_last or len(alive))]:
             raise Violation("nothing that retention protects is deleted", f"{identity}, of {alive[:4]}")
         if (
@@ -328,6 +335,7 @@ class Rules:
     def removed_by_operator(self, identity: SnapshotId) -> None:
         """A person deleted or damaged a checkpoint."""
         self.committed.pop(identity, None)
+        self._removed_s[identity] = CLOCK.scheduler.now
         self._best = self.best()
 
     # -- what is said ----------------------------------------------------------------------------------------

@@ -26,6 +26,8 @@ _current: list[Job] = []
 _draw = Random(0)
 LIVELY_S = 900.0
 """Virtual seconds without a fault after which something that was taken in them is committed."""
+READ_S = 120.0
+"""And after which a person reads in the status that the run is fenced, and starts it again: the root is that of others."""
 
 
 @dataclass
@@ -137,6 +139,9 @@ def _run(job: Job, faults: Sequence[Fault]) -> None:
     while not _is_lively(job):
         if scheduler.now >= setup.faults_s + LIVELY_S:
             raise Violation("liveness", f"nothing new was committed in {LIVELY_S:.0f} s without a fault")
+        if scheduler.now >= setup.faults_s + READ_S and not job.counts["fenced"] and _is_fenced(job):
+            job.note("fenced")
+            KINDS["restart all nodes"](job, 0, 0.0)
         scheduler.run(scheduler.now + 10)
     scheduler.run(scheduler.now + setup.quiet_s)
     _leaks(job)
@@ -164,6 +169,11 @@ def _calm(job: Job) -> None:
         KINDS["restart all nodes"](job, 0, 0.0)  # a person ends the run that is fenced, and starts it again
 
 
+def _is_fenced(job: Job) -> bool:
+    """Whether others have the number of the run, or a higher one: machines that it left had something to save, too."""
+    return bool(job.ranks) and not job.rules.may_write(job.ranks[0].record)
+
+
 def _is_lively(job: Job) -> bool:
     """Whether the ranks that run now took something after the last fault that is committed."""
     at_s = job.rules.taken_at
@@ -181,7 +191,11 @@ def _forgotten_pins(node: Node) -> list[SnapshotId]:
         return []
     machine = daemon.persisting.negotiation
     used = {machine.candidate, None if machine.persist is None else machine.persist.intent.identity}
-    return sorted(one for one in daemon.persisting._pins if one not in used)
+    sought, there = daemon.persisting._seeker._held, node.directory.segments()
+    is_there = any(h.identity == sought and h.is_complete for path in there for h in Segment.attach(path).headers())
+    return sorted(
+        [one for one in daemon.persisting._pins if one not in used] + [sought] * (sought is not None and not is_there)
+    )
 
 
 def _leaks(job: Job) -> None:
@@ -191,7 +205,8 @@ def _leaks(job: Job) -> None:
             continue
         for name, file in files.items():
             if name.endswith(".seg"):
-                pinned = [byte for byte, holders in file.locks.items() if byte and holders]
+                # beside what a rank writes: what is persisted or proposed, and what was found while the root was asked
+                pinned = [byte for byte, holders in file.locks.items() if byte and not all(holders.values())]
                 if len(pinned) > 2:
                     raise Violation("no pin is held for ever", f"{folder}/{name}: {len(pinned)} slots")
     if extra := [one for node in job.nodes for one in _forgotten_pins(node)]:

@@ -168,6 +168,13 @@ controls: dict[str, Any] = {}
 """The control page of each node, by its path."""
 
 
+def forget() -> None:
+    """Forget what the simulation before left in modules: one seed is one story, whatever was run earlier."""
+    controls.clear()
+    _module("checkpoint.catalog")._infos.clear()
+    _module("checkpoint.writer")._upload_bytes_s.clear()
+
+
 def _is_at(path: Any, fd: int) -> bool:
     try:
         return memory.FILES.find(path) is memory.FILES.descriptors.get(fd)

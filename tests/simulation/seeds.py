@@ -87,4 +87,25 @@ SEEDS = [
          Setup(nodes=2, spares=2, step_s=3.0, persist_every=12, copy_s=0.8, discards=0.03, keep_last=1, latency_s=0.15),
          [Fault(31.818839757306772, "others take over", 676, 0.14379138065332342),
           Fault(115.07593635436795, "roll back", 297, 0.6600515164874513)]),
+    # a snapshot that was held while the root was asked, emptied by a restore, and never let go of: no slot was left to write
+    Seed("liveness", 555024504, Setup(nodes=4, spares=4, slots=2, step_s=1.0, persist_every=2, copy_s=0.8, latency_s=0.15),
+         [Fault(66.79618184928835, "storage forgets", 626, 0.6881338883953242),
+          Fault(92.3822727355669, "kill persister at a point", 563, 0.44862635957545616),
+          Fault(102.37254096542794, "kill agent", 898, 0.13412338407533297),
+          Fault(129.91424764607245, "restart node", 544, 0.7797773145282116),
+          Fault(140.22631614348313, "kill persister at a point", 186, 0.6623131051604199),
+          Fault(149.28135510276692, "restart node", 27, 0.1749293295739357),
+          Fault(165.8805841479585, "restart node", 321, 0.15009745092708604),
+          Fault(215.7508544893898, "restart node", 476, 0.26407482873331833)]),
+    # the listing of a node's own proposals lagged: it gave a newer one a lower number, and nobody ever read that
+    Seed("liveness", 912, Setup(nodes=2, spares=2, slots=2, step_s=1.0, persist_every=2, persist_s=20, copy_s=0.8, keep_last=2,
+                                latency_s=0.15, faults_s=150.0),
+         [Fault(23.380180059678572, "listings lag", 315, 0.32452943199817197),
+          Fault(32.08144992574873, "listings lag", 767, 0.9158865930293677),
+          Fault(89.65645343917507, "listings lag", 113, 0.9954181662875167)]),
+    # machines that the job had left abandoned whatever it decided: they had begun later generations without the root
+    Seed("liveness", 969, Setup(nodes=2, spares=3, slots=2, step_s=1.0, persist_every=2, copy_s=0.8, latency_s=0.15, faults_s=40.0),
+         [Fault(14.274906310468229, "listings lag", 447, 0.4329450200070144),
+          Fault(18.431420440296208, "others take over", 292, 0.7979945653272773),
+          Fault(26.14608255994637, "others take over", 433, 0.31817346916401745)]),
 ]  # fmt: skip

@@ -13,6 +13,7 @@ from typing import Any
 
 from flashckpt.errors import DamagedError, ObjectMissingError, RootError, StoreError
 from flashckpt.storage.store import DELETE_BATCH, SWEEP_AGE_S, Names, ObjectInfo, Objects
+from simulation import memory
 from simulation.clock import CLOCK, Killed, Process
 
 _PAGE = 1000
@@ -132,7 +133,7 @@ class SimStore:
 
     def __init__(self, bucket: Bucket, process: Process, is_reachable: Callable[[int], bool]) -> None:
         self.bucket, self._process, self._is_reachable = bucket, process, is_reachable
-        self.url = f"sim://root/{process.name}"
+        self.url = f"sim://root/{memory.pid_of(process)}"  # what a process remembers of it goes with the process
 
     # -- what every request goes through ---------------------------------------------------------------------
 

@@ -157,6 +157,21 @@ def test_the_snapshot_to_meet_at_is_held_however_long_the_root_takes(
         assert daemon.persisting.negotiation.candidate == meeting
 
 
+def test_what_is_held_is_let_go_where_a_restore_empties_its_slots(nodes: list[FakeJob]) -> None:
+    node = nodes[1]
+    seeker, before = Seeker(lambda: scan(node.directory)), scan(node.directory)
+    with seeker.seeking(SnapshotId(1, 20)):
+        node.step(20, persist=True)
+        wait_for(lambda: all(rank.segment.busy() for rank in node.ranks), what="step 20 to be held", deadline_s=5)
+    seeker.let_go(before)
+    assert all(rank.segment.busy() for rank in node.ranks), "the turn that is over did not know of it"
+    for rank in node.ranks:
+        for slot in rank.segment.busy():
+            rank.segment.mark_empty(slot)
+    seeker.let_go(scan(node.directory))
+    assert not any(rank.segment.busy() for rank in node.ranks), "else a rank with two slots takes no snapshot any more"
+
+
 def test_a_limit_on_threads_keeps_nobody_from_asking_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

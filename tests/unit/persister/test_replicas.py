@@ -11,19 +11,25 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support.daemons import ForkedDaemon, daemon_of
 from support.ranks import wait_for
 from support.replicas import Replicating, everywhere, memory_of, replicas_of, replication, turn_all
 
 from flashckpt.cli.main import main
+from flashckpt.core.lineage import Generation
+from flashckpt.core.manifest import encode_manifest
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister.service import Daemon
 from flashckpt.faults import CRASH_POINTS
 from flashckpt.replicate import records, rounds
 from flashckpt.replicate.connections import SMALL, linked
 from flashckpt.replicate.replica_rounds import NodeReport, RoundDecision
+from flashckpt.replicate.replica_rows import replica_manifest
+from flashckpt.replicate.slots import Kept, ReplicaSlots, chunk_ranges
 from flashckpt.shm import job_records
+from flashckpt.shm.segment import Segment
 
 SHAPES = {"w": (1200, 700), "b": (7,)}
 """3.4 MB: several chunks for each rank."""
@@ -346,6 +352,38 @@ def test_chunk_of_an_absurd_length_ends_the_connection(shm_dir: Path, nbytes: in
             link.send({"chunk": 0, "bytes": nbytes}, 10)
             with pytest.raises(ConnectionError):
                 link.receive(10)
+
+
+def test_replica_of_another_run_with_the_same_id_is_neither_here_already_nor_kept(shm_dir: Path) -> None:
+    """Two runs took the same number, each without the root: what one has sent is not what the other one sends."""
+    them = Replicating(shm_dir, 2)
+    assert them.step(2)
+    segment = them.jobs[0].ranks[0].segment
+    (slot,) = [at for at, header in enumerate(segment.headers()) if header.is_complete]
+    place = ReplicaSlots(them.jobs[1].directory, root_digest=1)
+    with contextlib.closing(place), contextlib.closing(segment.pin(slot)) as pin:
+        whole = pin.manifest()
+        for token in ("one", "other", "other"):
+            part = replace(replica_manifest(whole, np.arange(len(whole.table))), token=token)
+            kept = Kept(
+                generation=Generation(number=1, token=token), identity=part.identity if token == "one" else None
+            )
+            coming = place.begin(encode_manifest(part), kept=kept, persist=False, ranks=[0])
+            if coming is None:
+                break
+            for chunk, (start, nbytes) in enumerate(zip(*chunk_ranges(part), strict=True)):
+                buffer = bytearray(int(nbytes))
+                pin.read_into(int(start), memoryview(buffer))
+                coming.take_in(chunk, memoryview(buffer))
+            assert coming.commit()
+            assert place.holds(0, kept) == [(1, 2)]
+        else:
+            pytest.fail("the second time it is here")
+        of_other = Kept(generation=Generation(number=1, token="third"), identity=SnapshotId(1, 2))
+        assert place.holds(0, of_other) == []
+        (path,) = them.jobs[1].directory.replica_segments()
+        with contextlib.closing(Segment.attach(path)) as kept_segment:
+            assert of_other.slot(kept_segment.headers(), ()) is not None, "else nothing ever gives way"
 
 
 def test_next_generation_keeps_what_it_was_restored_from_until_its_own_is_everywhere(shm_dir: Path) -> None:
