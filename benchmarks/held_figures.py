@@ -128,7 +128,7 @@ def said(results: Any, figure: Figure) -> str:
 
 
 _RESTART = "summary/{}/restart/total"
-_STALL = "{}/groups/0/methods/{}/x_memcpy/lost_s"
+_STALL = "{{gb}} GB, {}/groups/0/methods/{}/x_memcpy/lost_s"
 _LOADED = "a busy machine: other work on its cores makes both longer, and not by the same factor"
 _SAVE, _RAW = "save, {gb} GB/seconds/", "save, {gb} GB/x_raw/"
 _RESTORE = "restore, {gb} GB/seconds/"
@@ -153,7 +153,7 @@ FIGURES = (
         words="x a raw write ({3:.2f s}) | {0:*.2f~} | {1:.2f~}, safetensors; {2:.2f~}, dcp.async_save |",
         sources=(_RAW + "flashckpt, committed", _RAW + "safetensors", _RAW + "dcp.async_save", _SAVE + "raw"),
         published="2026-11-25/end-to-end.json", program=("end_to_end.py", "--gb", "1.08", "--seconds", "40"),
-        quick=("end_to_end.py", "--gb", "0.27", "--seconds", "10"), top=_RAW + "flashckpt, committed",
+        quick=("end_to_end.py", "--gb", "0.27", "--rounds", "3"), top=_RAW + "flashckpt, committed",
         depends=(
             "free cores and the disk. The raw write takes 4 threads and one file; where a disk has more to give to two files"
             " written at once, flashckpt is below 1. It hashes while it writes, so that on a busy machine (1.34 to 1.9 x on"
@@ -163,28 +163,28 @@ FIGURES = (
     Figure(
         name="lost per snapshot", page=MEASURED, words="x a memcpy ({2:.0f ms}) | {0:*.2f~} | {1:.2f~}, a blocking copy |",
         sources=(
-            _STALL.format("1.5 GB, 1 rank", "flashckpt"), _STALL.format("1.5 GB, 1 rank", "blocking copy"),
-            "1.5 GB, 1 rank/groups/0/memcpy_s",
+            _STALL.format("1 rank", "flashckpt"), _STALL.format("1 rank", "blocking copy"),
+            "{gb} GB, 1 rank/groups/0/memcpy_s",
         ),
         published="2026-11-25/stall-1.5-1ranks.json",
         program=("stall.py", "--gb", "1.5", "--ranks", "1", "--methods", "flashckpt,blocking", "--seconds", "25"),
-        quick=("stall.py", "--gb", "1.5", "--ranks", "1", "--methods", "flashckpt,blocking", "--seconds", "5"),
-        top=_STALL.format("1.5 GB, 1 rank", "flashckpt"), depends="a core that is free beside training: the copy is made by a thread",
+        quick=("stall.py", "--gb", "0.5", "--ranks", "1", "--methods", "flashckpt,blocking", "--seconds", "5"),
+        top=_STALL.format("1 rank", "flashckpt"), depends="a core that is free beside training: the copy is made by a thread",
     ),
     Figure(
         name="restored from disk", page=MEASURED, words="| {0:.2f s~} | {1:*.2f s~}, safetensors (unverified) |",
         sources=(_RESTORE + "flashckpt, storage", _RESTORE + "safetensors"),
         published="2026-11-25/end-to-end-restore.json", program=("end_to_end.py", "--restore", "--gb", "1.5", "--seconds", "40"),
-        quick=("end_to_end.py", "--restore", "--gb", "0.3", "--seconds", "10"),
+        quick=("end_to_end.py", "--restore", "--gb", "0.3", "--rounds", "1"),
         top=_RESTORE + "flashckpt, storage", bottom=_RESTORE + "safetensors",
         depends="how long imports take beside the read: half of it is Python's start",
     ),
     Figure(
         name="lost per snapshot, no core free", page=MEASURED, words="| {0:.2f~} | {1:*.2f~}, a blocking copy |",
-        sources=(_STALL.format("0.2 GB, 4 ranks", "flashckpt"), _STALL.format("0.2 GB, 4 ranks", "blocking copy")),
+        sources=(_STALL.format("4 ranks", "flashckpt"), _STALL.format("4 ranks", "blocking copy")),
         published="2026-11-25/stall-0.2.json",
         program=("stall.py", "--gb", "0.2", "--ranks", "4", "--methods", "flashckpt,blocking", "--seconds", "12"),
-        top=_STALL.format("0.2 GB, 4 ranks", "flashckpt"), depends="what else wants the two cores: four ranks do already",
+        top=_STALL.format("4 ranks", "flashckpt"), depends="what else wants the two cores: four ranks do already",
     ),
     Figure(
         name="restart, 1.5 GB", page=MEASURED, words="| {0:*.2f s~} | {1:.2f s~}, torchrun and torch.load |",
