@@ -276,7 +276,7 @@ PRINTED = (
     ),
 )  # fmt: skip
 ELSEWHERE = {
-    "the race": "make race (15 minutes, root)",
+    "the race": "make race (some 20 minutes, root)",
     "restores that are wrong without an error": "make torn",
     "a lost node, replication": f"node_loss.py, replication.py (root): {OWN}",
     "coordination by nodes": "scale.py: docs/scale.md",
