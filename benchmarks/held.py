@@ -84,7 +84,8 @@ def measure(figure: Figure, *, quick: bool, limit_s: float) -> Mapping[str, Any]
             try:
                 ended.wait(limit_s)
             except subprocess.TimeoutExpired:
-                raise RuntimeError(f"{words[0]} was not through after {limit_s:.0f} s") from None
+                load = f"load average {os.getloadavg()[0]:.0f} on {len(os.sched_getaffinity(0))} cores"
+                raise RuntimeError(f"{words[0]} was not through after {limit_s:.0f} s, {load}") from None
             finally:
                 stop(ended)
         if not path.exists():
