@@ -286,7 +286,7 @@ RESULTS := benchmarks/results/2026-11-26
 race: setup  ## flashckpt and seven others through the same failures: time, samples, bits of the weights (ARGS="--kinds rank machine")
 	PYTHONPATH=benchmarks $(BIN)/python -m race.referee --json $(RESULTS)/race.json --table $(RESULTS)/race.md --svg docs/assets/race.svg $(ARGS)
 
-figures: setup  ## which figures of README and docs hold on this machine, within half an hour (ARGS=--quick: minutes)
+figures: setup  ## which figures of README and docs hold on this machine, within half an hour (ARGS=--quick: 10 minutes)
 	$(BIN)/python benchmarks/held.py $(ARGS)
 
 torn: setup  ## how often each saver restores wrong values without an error: steps within a save, kills, flipped bits

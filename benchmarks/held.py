@@ -1,151 +1,49 @@
 """Which figures of README and docs hold on the machine at hand: `make figures`.
 
-    python benchmarks/held.py [--only NAME ...] [--quick] [--list] [--json FILE]
+    python benchmarks/held.py [--only NAME ...] [--quick] [--minutes M] [--list] [--json FILE]
 
-Each figure below names the page and the words that print it, the JSON that they came from, and the program that measures
-it again. Compared are ratios within one run (to a raw write, to a memcpy, to torchrun), for seconds are a machine's own:
-a figure holds where the ratio measured here lies within the published spread, or its own spread reaches into it. "Beyond" is
-no error: it says what this machine is not like. Exit code 1 where the words of a page are not those of its JSON any more.
+`held_figures.py` names each figure's page and words, the JSON that they came from, and the program that measures it
+again. Compared are ratios within one run (to a raw write, to a memcpy, to torchrun), for seconds are a machine's own: a
+figure holds where the ratio measured here lies within the published spread, or its own spread reaches into it. One that
+lies outside while others used more than a quarter of the cores is not judged: BUSY. "does NOT hold" is no error: it says
+what this machine is not like. Exit code 1 where the words of a page are not those of its JSON any more.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from held_figures import ELSEWHERE, FIGURES, PRINTED, Figure, Printed, ratio, said
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent
+SHORTEST_S = 20.0
+"""Of a measurement: with less time left none is begun."""
+BUSY = 0.25
+"""Share of the cores that others may use."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
-    """One published figure.
-
-    Attributes:
-        name: Short.
-        page: That prints it.
-        words: How: must be there.
-        published: The JSON, below benchmarks/results.
-        program: Of benchmarks/, with the words that measure it again.
-        quick: Words that replace those, for a look.
-        top: Path to its summary in the results; keys by "/".
-        bottom: The same of what it is divided by; "" where it is a ratio already.
-        depends: What it depends on, said where it does not hold.
-    """
-
-    name: str
-    page: str
-    words: str
-    published: str
-    program: tuple[str, ...]
-    quick: tuple[str, ...] = ()
-    top: str
-    bottom: str = ""
-    depends: str
-
-
-_RESTART = "summary/{}/restart/total"
-_STALL = "{}/groups/0/methods/flashckpt/x_memcpy/lost_s"
-_LOADED = "a busy machine: other work on its cores makes both longer, and not by the same factor"
-FIGURES = (
-    Figure(
-        name="restart, 1 MB", page="README.md", words="| **0.27 s** [0.18-0.36] | 4.6 s [4.1-5.3], torchrun |",
-        published="2026-11-25/restart-1mb.json", program=("restart.py", "--state-mb", "1", "--runs", "2"),
-        quick=("restart.py", "--state-mb", "1", "--runs", "1", "--kills", "2"),
-        top=_RESTART.format("dlrun"), bottom=_RESTART.format("torchrun"), depends=_LOADED,
-    ),
-    Figure(
-        name="restart, 1.5 GB", page="README.md", words="| **1.53 s** [1.46-1.57] | 5.31 s [4.93-5.66], torchrun and torch.load |",
-        published="2026-11-25/restart-1500mb.json", program=("restart.py", "--state-mb", "1500", "--runs", "2"),
-        top=_RESTART.format("dlrun"), bottom=_RESTART.format("torchrun"), depends=_LOADED,
-    ),
-    Figure(
-        name="lost per snapshot", page="README.md", words="| **0.04** [-0.07-0.23] | 0.95 [0.79-1.31], a blocking copy |",
-        published="2026-11-25/stall-1.5-1ranks.json", program=("stall.py", "--gb", "1.5", "--ranks", "1", "--seconds", "25"),
-        top=_STALL.format("1.5 GB, 1 rank"), depends="a core that is free beside training: the copy is made by a thread",
-    ),
-    Figure(
-        name="lost per snapshot, no core free", page="README.md", words="| 3.92 [0.74-9.30] | **1.46** [0.10-5.83], a blocking copy |",
-        published="2026-11-25/stall-0.2.json", program=("stall.py", "--gb", "0.2", "--ranks", "4", "--seconds", "12"),
-        top=_STALL.format("0.2 GB, 4 ranks"), depends="what else wants the two cores: four ranks do already",
-    ),
-    Figure(
-        name="committed", page="README.md", words="| **0.70** [0.61-0.75] |",
-        published="2026-11-25/end-to-end.json", program=("end_to_end.py", "--gb", "1.08", "--seconds", "40"),
-        quick=("end_to_end.py", "--gb", "0.27", "--seconds", "10"),
-        top="save, {gb} GB/x_raw/flashckpt, committed",
-        depends=(
-            "free cores and the disk. The raw write takes 4 threads and one file; where a disk has more to give to two files"
-            " written at once, flashckpt is below 1. It hashes while it writes, so that on a busy machine (1.34 to 1.9 x on"
-            " another EPYC) cores are what is missing, and quiet on that machine it was 1.00"
-        ),
-    ),
-    Figure(
-        name="restored from disk", page="README.md", words="| 2.69 s [2.65-3.05] | **2.05 s** [2.03-2.16], safetensors (unverified) |",
-        published="2026-11-25/end-to-end-restore.json", program=("end_to_end.py", "--restore", "--gb", "1.5", "--seconds", "40"),
-        quick=("end_to_end.py", "--restore", "--gb", "0.3", "--seconds", "10"),
-        top="restore, {gb} GB/seconds/flashckpt, storage", bottom="restore, {gb} GB/seconds/safetensors",
-        depends="how long imports take beside the read: half of it is Python's start",
-    ),
-    Figure(
-        name="first start", page="benchmarks/README.md", words="`results/2026-11-26/first-start.json`",
-        published="2026-11-26/first-start.json", program=("first_start.py",),
-        quick=("first_start.py", "--rounds", "2"),
-        top="torch/x_python/dlrun", depends=_LOADED,
-    ),
-)  # fmt: skip
-NOT_HERE = {
-    "the trainer beside nanoGPT and torchtitan": "trainer_speed.py needs their code: benchmarks/README.md, The trainer",
-    "figures of the H200": "make gpu",
-    "a lost node, replication": "node_loss.py, replication.py (root): benchmarks/README.md",
-}
-
-
-def found(results: Mapping[str, Any], path: str) -> Mapping[str, float]:
-    """Return the summary at a path; "{gb}" stands for whichever size was measured first.
-
-    Raises:
-        KeyError: There is none.
-    """
-    here: Any = results
-    for key in path.split("/"):
-        if isinstance(here, list):
-            here = here[int(key)]
-        elif "{gb}" in key:
-            before, _, after = key.partition("{gb}")
-            here = next(here[name] for name in here if name.startswith(before) and name.endswith(after))
-        else:
-            here = here[key]
-    if not isinstance(here, Mapping) or "median" not in here:
-        raise KeyError(path)
-    return here
-
-
-def ratio(results: Mapping[str, Any], figure: Figure) -> tuple[float, float, float]:
-    """Return median, least and most of a figure in one run; a quotient is as wide as both of its parts."""
-    top = found(results, figure.top)
-    if not figure.bottom:
-        return top["median"], top["min"], top["max"]
-    bottom = found(results, figure.bottom)
-    ends = [top[a] / bottom[b] for a in ("min", "max") for b in ("min", "max")]
-    return top["median"] / bottom["median"], min(ends), max(ends)
-
-
-def verdict(published: Sequence[float], here: Sequence[float]) -> str:
+def verdict(published: Sequence[float], here: Sequence[float], *, busy: bool = False) -> str:
     """Return whether a figure holds: its median within the published spread, or the two spreads overlap."""
     low, high = published[1], published[2]
     if low <= here[0] <= high:
         return "holds"
     if here[1] <= high and here[2] >= low:
         return "within reach"
+    if busy:
+        return "not judged: BUSY"
     return "better here" if here[0] < low else "does NOT hold here"
 
 
@@ -154,63 +52,137 @@ def text(values: Sequence[float]) -> str:
     return f"{values[0]:.2f} [{values[1]:.2f}-{values[2]:.2f}]"
 
 
-def measure(figure: Figure, *, quick: bool) -> Mapping[str, Any]:
-    """Run the program of a figure; return its document."""
+def published_of(figure: Figure) -> dict[str, Any]:
+    """Return the JSON of a figure; its results are all of it where it has no part of that name."""
+    made: dict[str, Any] = json.loads((HERE / "results" / figure.published).read_text())
+    return made if "results" in made else {"results": made}
+
+
+def page_of(name: str) -> str:
+    """Return the text of a page in one line."""
+    return " ".join((ROOT / name).read_text().split())
+
+
+def differs(figure: Figure) -> str:
+    """Return what its page should say and does not; "" where all is well."""
+    words = said(published_of(figure)["results"], figure)
+    return "" if words in page_of(figure.page) else f"{figure.page} does not say {words!r}, as {figure.published} does"
+
+
+def measure(figure: Figure, *, quick: bool, limit_s: float) -> Mapping[str, Any]:
+    """Run the program of a figure; return its document.
+
+    Raises:
+        RuntimeError: It left none, or took too long.
+    """
     words = figure.quick if quick and figure.quick else figure.program
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "found.json"
-        ended = subprocess.run(
-            [sys.executable, str(HERE / words[0]), *words[1:], "--json", str(path)],
-            check=False,
-            capture_output=True,
-            text=True,
-        )
+        path, errors = Path(folder) / "found.json", Path(folder) / "errors"
+        command = [sys.executable, str(HERE / words[0]), *words[1:], "--json", str(path)]
+        with errors.open("wb") as file:
+            ended = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=file, start_new_session=True)
+            try:
+                ended.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                load = f"load average {os.getloadavg()[0]:.0f} on {len(os.sched_getaffinity(0))} cores"
+                raise RuntimeError(f"{words[0]} was not through after {limit_s:.0f} s, {load}") from None
+            finally:
+                stop(ended)
         if not path.exists():
-            raise RuntimeError(f"{words[0]} ended with {ended.returncode}: {ended.stderr[-600:]}")
+            raise RuntimeError(f"{words[0]} ended with {ended.returncode}: {errors.read_text()[-600:]}")
         made: Mapping[str, Any] = json.loads(path.read_text())
         return made
+
+
+def stop(program: subprocess.Popen[bytes]) -> None:
+    """End a program with all that it has started: first by SIGTERM, at which it cleans up."""
+    if program.poll() is None:
+        program.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            program.wait(20)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(program.pid, signal.SIGKILL)
+    program.wait()
+
+
+def judge(figure: Figure, *, quick: bool, limit_s: float) -> dict[str, Any]:
+    """Measure one figure; say and return what came of it."""
+    published = ratio(published_of(figure)["results"], figure)
+    began, row = time.monotonic(), {"name": figure.name, "published": published}
+    if limit_s < SHORTEST_S:
+        return {**row, "verdict": "not measured", "why": "no time was left"}
+    try:
+        made = measure(figure, quick=quick, limit_s=min(figure.limit_s, limit_s))
+        here = ratio(made["results"], figure)
+    except (RuntimeError, KeyError) as error:
+        return {**row, "verdict": "not measured", "why": str(error)}
+    used = made["load"]["other_cores"]
+    busy = used > BUSY * made["load"]["cores"]
+    word = verdict(published, here, busy=busy)
+    return {**row, "here": here, "verdict": word, "others_cores": used, "seconds": time.monotonic() - began}
+
+
+def told(figure: Figure, row: Mapping[str, Any]) -> str:
+    """Return the lines about one figure."""
+    host = published_of(figure).get("host", {"cpu": "?", "cores": "?"})
+    line = f"{figure.name}: published {text(row['published'])}, {host['cpu']}, {host['cores']} cores; "
+    if "here" not in row:
+        return f"{line}{row['verdict']}: {row['why']}"
+    line += f"here {text(row['here'])}, others used {row['others_cores']:.1f} cores, {row['seconds']:.0f} s: {row['verdict']}"
+    outside = row["verdict"] in ("does NOT hold here", "not judged: BUSY")
+    return f"{line}\n    it depends on {figure.depends}" if outside else line
+
+
+def is_printed(one: Printed) -> bool:
+    """Whether page and command both have the lines; says so."""
+    begin = [sys.executable, "-m", one.command[0]]
+    if one.command[0] == "flashckpt":
+        begin = [str(Path(sys.executable).with_name("flashckpt"))]
+    ended = subprocess.run([*begin, *one.command[1:]], check=False, capture_output=True, text=True, cwd=ROOT)
+    prints, page = " ".join(ended.stdout.split()), page_of(one.page)
+    wrong = [line for line in one.lines if line not in page or line not in prints]
+    print(
+        f"{one.page}: `{' '.join(one.command)}` {'prints the same' if not wrong else f'does not print {wrong}'}",
+        flush=True,
+    )
+    return not wrong
 
 
 def main() -> int:
     """Compare pages with their JSON, then measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=[figure.name for figure in FIGURES])
+    again = [figure for figure in FIGURES if figure.program]
+    parser.add_argument("--only", nargs="+", choices=[figure.name for figure in again])
     parser.add_argument("--quick", action="store_true", help="smaller sizes and fewer rounds, where ratios allow it")
+    parser.add_argument("--minutes", type=float, help="that it may take in all (28; quick: 10)")
     parser.add_argument("--list", action="store_true", help="say where figures are from, and measure nothing")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    wrong, rows = 0, []
-    for figure in (figure for figure in FIGURES if args.only is None or figure.name in args.only):
-        document = json.loads((HERE / "results" / figure.published).read_text())
-        published = ratio(document["results"], figure)
-        host = document["host"]
-        if figure.words not in (ROOT / figure.page).read_text():
-            wrong += 1
-            print(f"{figure.name}: {figure.page} does not say {figure.words!r} any more", flush=True)
-        said = f"{figure.name} ({figure.page}): published {text(published)}, {host['cpu']}, {host['cores']} cores"
-        if args.list:
-            print(f"{said}; {' '.join(figure.program)}", flush=True)
-            continue
-        began = time.monotonic()
-        try:
-            made = measure(figure, quick=args.quick)
-        except RuntimeError as error:
-            print(f"{said}; not measured: {error}", flush=True)
-            continue
-        here = ratio(made["results"], figure)
-        word = verdict(published, here)
-        loaded = "".join(f"; UNDER LOAD: {reason}" for reason in made["load"]["reasons"])
-        print(f"{said}; here {text(here)}, {time.monotonic() - began:.0f} s: {word}{loaded}", flush=True)
-        if word == "does NOT hold here":
-            print(f"    it depends on {figure.depends}", flush=True)
-        rows.append(
-            {"name": figure.name, "published": published, "here": here, "verdict": word, "loaded": bool(loaded)}
-        )
-    for name, why in NOT_HERE.items():
+    until = time.monotonic() + 60 * (args.minutes or (10 if args.quick else 28))
+    wrong = [words for figure in FIGURES if (words := differs(figure))]
+    print(
+        "\n".join([f"{len(FIGURES)} figures are compared with their JSON: {len(wrong)} are other ones", *wrong]),
+        flush=True,
+    )
+    if args.list:
+        for figure in FIGURES:
+            by = " ".join(figure.program) or figure.depends
+            print(
+                f"{figure.name} ({figure.page}): {said(published_of(figure)['results'], figure)}; {figure.published}; {by}"
+            )
+        return bool(wrong)
+    same = [is_printed(one) for one in PRINTED] if args.only is None else []
+    rows = []
+    for figure in (figure for figure in again if args.only is None or figure.name in args.only):
+        rows.append(judge(figure, quick=args.quick, limit_s=until - time.monotonic()))
+        print(told(figure, rows[-1]), flush=True)
+        if args.json:
+            args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    for name, why in {**{one.name: one.depends for one in FIGURES if not one.program}, **ELSEWHERE}.items():
         print(f"{name}: not measured here ({why})", flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
-    return 1 if wrong else 0
+    counts = Counter(row["verdict"] for row in rows)
+    print("; ".join(f"{count} {word}" for word, count in counts.most_common()), flush=True)
+    return int(bool(wrong) or not all(same))
 
 
 if __name__ == "__main__":

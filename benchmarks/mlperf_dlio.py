@@ -5,7 +5,8 @@
 CHECKOUT is a checkout of github.com/argonne-lcf/dlio_benchmark: the release 2.0.0 on the package index neither fsyncs nor
 reads checkpoints. Both write the 8B model at 1/64 of its bytes from 8 processes, ten times with fsync, and read it back
 after the machine's caches were dropped (as root). They take turns. DLIO goes through torch.save and torch.load; for what
-that costs alone, both are also run on tmpfs, where a device has no part in it: `--memory`.
+that costs alone, both are also run on tmpfs, where a device has no part in it: `--memory`. CPU is that of all processes
+of a run beyond one of a single checkpoint, by checkpoint: written and read once.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,7 @@ MODEL = {
 
 
 def ours(directory: Path, rounds: int) -> dict[str, Any]:
-    """Return seconds and bytes of our run, its checkpoints of each way in order."""
+    """Return seconds and bytes of our run."""
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "found.json"
         words = ["bench", "job", str(directory), "--like", "mlperf", "--layout", "llama3-8b", "--scale", "1/64"]
@@ -47,8 +49,13 @@ def ours(directory: Path, rounds: int) -> dict[str, Any]:
         )
         if not found.exists():
             raise SystemExit(f"flashckpt bench ended with {ended.returncode}: {ended.stderr[-800:]}")
-        made: dict[str, Any] = json.loads(found.read_text())["results"]
-        return made
+        made = json.loads(found.read_text())["results"]
+        summary = made["summary_s"]
+        return {
+            "nbytes": made["checkpoint_bytes"],
+            "save_s": summary["checkpoint_write_s"]["median"],
+            "load_s": summary["checkpoint_read_s"]["median"],
+        }
 
 
 def dlio(python: Path, checkout: Path, directory: Path, checkpoints: int) -> dict[str, Any]:
@@ -80,6 +87,35 @@ def dlio(python: Path, checkout: Path, directory: Path, checkpoints: int) -> dic
     return found
 
 
+def compared(where: Path, python: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Return seconds of both on a directory, in turns, and the CPU seconds of a checkpoint."""
+    took: dict[str, list[float]] = {}
+    ways = {
+        "flashckpt": lambda count: ours(where, count),
+        "dlio": lambda count: dlio(python, args.dlio, where, count),
+    }
+    single = {name: with_cpu(way, 1)[1] for name, way in ways.items()}
+    sizes: dict[str, float] = {}
+    for _ in range(args.rounds):
+        for name, way in ways.items():
+            found, used_s = with_cpu(way, args.checkpoints)
+            sizes[name] = found["nbytes"]
+            more = {"write": found["save_s"], "read": found["load_s"]}
+            more["CPU"] = (used_s - single[name]) / max(1, args.checkpoints - 1)
+            for what, seconds in more.items():
+                took.setdefault(f"{name}, {what}", []).append(seconds)
+                print(f"{where}: {name}, {what}: {seconds:.3f} s, {sizes[name] / seconds / 1e9:.2f} GB/s", flush=True)
+    return {"nbytes": sizes, "seconds": {key: summarise(one) for key, one in took.items()}}
+
+
+def with_cpu(way: Callable[[int], dict[str, Any]], count: int) -> tuple[dict[str, Any], float]:
+    """Return what a run of so many checkpoints found, and the CPU seconds of its processes."""
+    before = os.times()
+    found = way(count)
+    after = os.times()
+    return found, after.children_user + after.children_system - before.children_user - before.children_system
+
+
 def main() -> int:
     """Take turns, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -93,24 +129,9 @@ def main() -> int:
     entrant = Entrant(name="dlio", venv="dlio", script=(), pins=PINS, module="mpi4py, hydra, pandas, dftracer.python")
     if why := entrant.setup():
         raise SystemExit(f"DLIO cannot be run here: {why}")
-    load, results = LoadWatch(), {}
+    load, results = LoadWatch(), dict[str, Any]()
     for where in [args.directory, *([Path("/dev/shm")] if args.memory else [])]:
-        took: dict[str, list[float]] = {}
-        for _ in range(args.rounds):
-            mine, theirs = ours(where, args.checkpoints), dlio(entrant.python, args.dlio, where, args.checkpoints)
-            sizes = {"flashckpt": mine["checkpoint_bytes"], "dlio": theirs["nbytes"]}
-            seconds = mine["summary_s"]
-            took.setdefault("flashckpt, write", []).append(seconds["checkpoint_write_s"]["median"])
-            took.setdefault("flashckpt, read", []).append(seconds["checkpoint_read_s"]["median"])
-            took.setdefault("dlio, write", []).append(theirs["save_s"])
-            took.setdefault("dlio, read", []).append(theirs["load_s"])
-            for name, one in took.items():
-                print(
-                    f"{where}: {name}: {one[-1]:.3f} s, {sizes[name.split(',')[0]] / one[-1] / 1e9:.2f} GB/s",
-                    flush=True,
-                )
-        name = "memory" if where != args.directory else "device"
-        results[name] = {"nbytes": sizes, "seconds": {key: summarise(one) for key, one in took.items()}}
+        results["memory" if where != args.directory else "device"] = compared(where, entrant.python, args)
     if args.json:
         settings = {"rounds": args.rounds, "checkpoints": args.checkpoints}
         write_json(args.json, document("mlperf-dlio", settings, results, load=load))

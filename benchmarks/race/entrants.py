@@ -6,13 +6,15 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 VENVS = ROOT / ".race"
 RESTARTS = "--max-restarts=3"  # as in torchrun's own examples
-PATIENT = "--shutdown-timeout=5"  # for a rank that is stopped: 30 s otherwise
+PATIENT = "--shutdown-timeout=5"  # torchrun 2.13 heeds it at its own end alone: before a restart it waits 30 s (`_stop_workers`)
+WAITS_S = 5.0 + 30.0  # for a stopped rank: gloo's time-out (`problem.HANG_S`), then torchrun until SIGKILL
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", RESTARTS, PATIENT)
 
 
@@ -25,6 +27,7 @@ class Entrant:
         venv: Folder below .race; "" for the project's own.
         launcher: Words after the Python of the environment.
         script: What the launcher starts, with its words.
+        waits_s: How long its launcher does nothing about a stopped rank, of which all others know: known, not measured.
         off: The name of the run without checkpoints that its times are divided by.
         every: Steps between snapshots: the best of `--tune`, which writes intervals.json.
         persist: Steps between files, for those with a memory tier.
@@ -36,6 +39,7 @@ class Entrant:
     venv: str
     launcher: tuple[str, ...] = TORCHRUN
     script: tuple[str, ...]
+    waits_s: float = 0.0
     off: str = "loop"
     every: int = 10
     persist: int = 40
@@ -71,13 +75,18 @@ class Entrant:
         folder = subprocess.run([str(self.python), "-c", PURELIB], capture_output=True, text=True, check=True)
         base = subprocess.run([sys.executable, "-c", PURELIB], capture_output=True, text=True, check=True)
         (Path(folder.stdout.strip()) / "base.pth").write_text(base.stdout)
+        leaks = subprocess.run([str(self.python), "-c", LEAKS], check=False, cwd="/")
+        if leaks.returncode:
+            return "flashckpt can be imported in it"
+        stamp, wanted = here / ".ready", repr((sys.version, version("torch"), self.pins, self.module))
+        if stamp.exists() and stamp.read_text() == wanted:
+            return ""
         if self.pins and self._lacks():
             pip = [str(self.python), "-m", "pip", "--timeout", "20", "install", "--quiet", *self.pins]
             subprocess.run(pip, check=False, timeout=600, stderr=subprocess.DEVNULL)
-        if why := self._lacks():
-            return why
-        leaks = subprocess.run([str(self.python), "-c", "import flashckpt"], check=False, capture_output=True, cwd="/")
-        return "flashckpt can be imported in it" if leaks.returncode == 0 else ""
+        if not (why := self._lacks()):
+            stamp.write_text(wanted)
+        return why
 
     def _lacks(self) -> str:
         tried = subprocess.run(
@@ -86,6 +95,7 @@ class Entrant:
         return tried.stderr.strip().rpartition("\n")[2] if tried.returncode else ""
 
 
+LEAKS = 'import importlib.util, sys; sys.exit(importlib.util.find_spec("flashckpt") is not None)'
 PURELIB = 'import sysconfig; print(sysconfig.get_path("purelib"))'
 ENTRANTS = (
     Entrant(
@@ -99,22 +109,25 @@ ENTRANTS = (
         venv="dlrover",
         launcher=(str(HERE / "dlrover_launch.py"), "--standalone", RESTARTS, PATIENT),
         script=("loop.py", "dlrover"),
+        waits_s=WAITS_S,
         pins=("dlrover[torch]==0.6.1", "kubernetes==37.0.2"),
         module="kubernetes, dlrover.trainer.torch.elastic_run",
     ),
-    Entrant(name="dcp", venv="torch", script=("loop.py", "dcp")),
+    Entrant(name="dcp", venv="torch", script=("loop.py", "dcp"), waits_s=WAITS_S),
     Entrant(
         name="torch_checkpointing",
         venv="torch_checkpointing",
         script=("loop.py", "torch_checkpointing"),
+        waits_s=WAITS_S,
         pins=("--no-deps", "torch_checkpointing==0.1.1"),
         module="torch_checkpointing",
     ),
-    Entrant(name="torch_save", venv="torch", script=("loop.py", "torch_save")),
+    Entrant(name="torch_save", venv="torch", script=("loop.py", "torch_save"), waits_s=WAITS_S),
     Entrant(
         name="huggingface",
         venv="huggingface",
         script=("hf_trainer.py",),
+        waits_s=WAITS_S,
         off="huggingface",
         pins=("transformers==5.23.0", "accelerate==1.15.0"),
         module="transformers, accelerate",
@@ -123,6 +136,7 @@ ENTRANTS = (
         name="lightning",
         venv="lightning",
         script=("lightning_trainer.py",),
+        waits_s=WAITS_S,
         off="lightning",
         pins=("lightning==2.6.6",),
         module="lightning",

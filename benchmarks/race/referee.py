@@ -12,243 +12,80 @@ the entrant's own unbroken run, bytes written, peak memory, and how often somebo
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from processes import with_environment
-
 from flashckpt.bench.measure import LoadWatch, document, median, write_json
 from race import failures, score, table
-from race.disk import Disk
 from race.entrants import ENTRANTS, HERE, PLAIN, Entrant, tuned
 from race.failures import Failure
+from race.lanes import disturbed, drive
+from race.run import RANKS, Run
 
-RANKS, EPOCHS = 2, 2
-PATIENCE_S, START_S = (
-    30.0,
-    180.0,
-)  # without a line in the log, after which somebody looks: beside its starts; for the first one
-DELAY_S = 2.0  # until a scheduler, or somebody, has started it again
-MOST_BY_HAND = 3
+EPOCHS = 2
 EVERY = (2, 5, 10, 20, 40)
+Asked = tuple[Entrant, Failure, int, float]
+"""Entrant, failure, steps, seconds of an ordinary step: what a run is made of."""
 
 
-class Run:
-    """One run of one entrant, through at most one failure.
+def together(runs: Sequence[Asked], keep: Path | None = None) -> list[dict[str, Any]]:
+    """Run side by side what waits most of its time; again, alone, those that worked while another one did.
 
-    Args:
-        entrant: Who.
-        failure: What strikes.
-        steps: How many there are.
-        step_s: What an ordinary step takes.
-        folder: Everything of the run.
+    Returns:
+        Lines of the scoreboard, still without what the unbroken run says.
     """
-
-    def __init__(self, entrant: Entrant, failure: Failure, steps: int, step_s: float, folder: Path) -> None:
-        self.entrant, self.failure, self.steps, self.step_s, self.folder = entrant, failure, steps, step_s, folder
-        self.disk, self.log, self.mark = Disk(folder), folder / "log", f"race-{os.getpid()}-{time.time_ns()}"
-        self.shm = Path("/dev/shm") / self.mark
-        self.ranks, self.by_hand, self.skip, self.peak_bytes = RANKS, 0, 0, 0
-        self.struck_at = self.full_until = 0.0
-        self.notes: list[str] = []
-        self.lines: list[score.Line] = []
-        self._read = 0
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def environment(self) -> dict[str, str]:
-        """Return what the ranks get."""
-        (self.folder / "tmp").mkdir(exist_ok=True)
-        self.shm.mkdir(exist_ok=True)
-        own = {
-            "RACE_ID": self.mark, "RACE_LOG": self.log, "RACE_FOLDER": self.disk.path / "run", "RACE_STEPS": self.steps,
-            "RACE_SLEEP_S": self.failure.sleep_s, "RACE_EVERY": self.entrant.every, "RACE_PERSIST": self.entrant.persist,
-            "RACE_SKIP": self.skip, "OMP_NUM_THREADS": 1, "MKL_NUM_THREADS": 1, "PYTHONPATH": HERE.parent,
-            "TMPDIR": self.folder / "tmp", "FLASHCKPT_SHM_DIR": self.shm, "PYTHONWARNINGS": "ignore", "GLOO_SOCKET_IFNAME": "lo",
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1,  # torchrun 2.13 hangs after a restart under gloo without it
-            "ELASTIC_JOB_NAME": self.mark, "TORCHELASTIC_RUN_ID": self.mark,  # DLRover's names in shared memory
-        }  # fmt: skip
-        (self.disk.path / "run").mkdir(exist_ok=True)
-        return {**os.environ, **{name: str(value) for name, value in own.items()}}
-
-    def start(self) -> None:
-        """Start the launcher."""
-        with (self.folder / "output").open("ab") as out:
-            self._process = subprocess.Popen(
-                self.entrant.command(self.ranks),
-                stdout=out,
-                stderr=out,
-                stdin=subprocess.DEVNULL,
-                env=self.environment(),
-                cwd=self.folder,
-                start_new_session=True,
-            )
-
-    def look(self) -> None:
-        """Read what the log has got."""
-        if self.log.exists():
-            with self.log.open("rb") as file:
-                file.seek(self._read)
-                new = file.read()
-            new = new[: new.rfind(b"\n") + 1]
-            self._read += len(new)
-            self.lines += score.lines_of(new.decode())
-
-    def processes(self) -> list[int]:
-        """Return those of this run, whoever their parents are."""
-        return with_environment(self.mark)
-
-    def note_memory(self) -> None:
-        """Keep the largest sum of what its processes hold, shared pages once."""
-        held = 0
-        for pid in self.processes():
-            try:
-                text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-            except OSError:
-                continue
-            held += sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")) * 1024
-        self.peak_bytes = max(self.peak_bytes, held)
-
-    def kill_all(self) -> None:
-        """SIGKILL everything; return when it is gone."""
-        end = time.monotonic() + 20
-        while (found := self.processes()) and time.monotonic() < end:
-            for pid in found:
-                _kill(pid, signal.SIGKILL)
-            time.sleep(0.02)
-        if self._process is not None:
-            self._process.wait()
-
-    def newest_ranks(self) -> dict[int, int]:
-        """Return process ids by rank of the newest attempt."""
-        starts = [line for line in self.lines if line["event"] == "start"]
-        newest = max((line["a"] for line in starts), default=0)
-        return {line["r"]: line["pid"] for line in starts if line["a"] == newest}
-
-    def strike(self) -> None:
-        """Do what the failure is."""
-        self.struck_at = time.monotonic()
-        kind, pids = self.failure.kind, self.newest_ranks()
-        if kind == "rank":
-            _kill(pids[self.failure.rank], signal.SIGKILL)
-        elif kind == "ranks":
-            for pid in pids.values():
-                _kill(pid, signal.SIGKILL)
-        elif kind == "hang":
-            _kill(pids[self.failure.rank], signal.SIGSTOP)
-        elif kind == "disk":
-            self.disk.fill()
-            self.full_until = time.monotonic() + failures.DISK_S
-        elif kind == "machine":
-            self.kill_all()
-            self.forget_memory()
-            self.disk.lose_power()
-        elif kind == "resize":
-            assert self._process is not None
-            self._process.send_signal(signal.SIGTERM)
-            try:
-                self._process.wait(60)
-            except subprocess.TimeoutExpired:
-                self.notes.append("did not end after SIGTERM within 60 s")
-            self.kill_all()
-            self.forget_memory()
-            self.ranks = 1
-        if kind in failures.RESTARTED:
-            time.sleep(DELAY_S)
-            self.start()
-
-    def forget_memory(self) -> None:
-        """What a machine forgets: shared memory, and sockets."""
-        shutil.rmtree(self.shm, ignore_errors=True)
-        for path in [*Path("/dev/shm").glob(f"*{self.mark}*"), *Path("/tmp/ckpt_sock").glob(f"*{self.mark}*")]:
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-
-    def drive(self) -> None:
-        """Run to the end, or until nobody knows what to do."""
-        self.start()
-        seen = looked = time.monotonic()
-        trained, tried_at, patience_s = 0, -1, START_S
-        while True:
-            time.sleep(0.01)
-            self.look()
-            now = time.monotonic()
-            done = max((line["s"] for line in self.lines[-8:] if line["event"] == "step"), default=0)
-            if len(self.lines) != trained:
-                if not trained:
-                    patience_s = PATIENCE_S + 3 * (now - seen)
-                trained, seen = len(self.lines), now
-            if now - looked > 1.0:
-                self.note_memory()
-                looked = now
-            if self.is_due(done):
-                self.strike()
-                seen = now
-            if self.full_until and now > self.full_until:
-                self.disk.free()
-                self.full_until = 0.0
-            assert self._process is not None
-            if any(line["event"] == "end" for line in self.lines[-8:]):
-                return  # its last save is through, and the weights are logged
-            ended = self._process.poll() is not None
-            if not ended and now - seen < patience_s:
-                continue
-            if self.by_hand == MOST_BY_HAND:
-                self.notes.append("given up")
-                return
-            self.notes.append(
-                f"the launcher ended with {self._process.returncode}" if ended else f"no step in {patience_s:.0f} s"
-            )
-            self.by_hand += 1
-            self.skip += tried_at == done  # it does not start from what it saved last: somebody removes that
-            tried_at = done
-            self.kill_all()
-            time.sleep(DELAY_S)
-            self.start()
-            seen = time.monotonic()
-
-    def is_due(self, done: int) -> bool:
-        """Whether the failure strikes now."""
-        if self.struck_at or self.failure.kind == "none" or done < self.failure.step:
-            return False
-        newest = [line["t"] for line in self.lines[-8:] if line["event"] == "step" and line["s"] == done]
-        return bool(time.time() >= min(newest) + self.failure.later * (self.step_s + self.failure.sleep_s))
-
-    def close(self) -> None:
-        """Nothing of it is left."""
-        self.kill_all()
-        self.forget_memory()
-        self.disk.close()
+    with contextlib.ExitStack() as stack:
+        lanes = [stack.enter_context(opened(*asked, keep)) for asked in runs]
+        drive(lanes)
+        again = disturbed(lanes)
+        rows = [line_of(lane) for lane in lanes]
+    for place in [lanes.index(lane) for lane in again]:
+        print(f"{runs[place][0].name}: again, alone: another run worked beside it", flush=True)
+        rows[place] = one(*runs[place], keep)
+    return rows
 
 
 def one(entrant: Entrant, failure: Failure, steps: int, step_s: float, keep: Path | None = None) -> dict[str, Any]:
     """Run once; return the line of the scoreboard, still without what the unbroken run says."""
+    return together([(entrant, failure, steps, step_s)], keep)[0]
+
+
+@contextlib.contextmanager
+def opened(entrant: Entrant, failure: Failure, steps: int, step_s: float, keep: Path | None) -> Iterator[Run]:
+    """Make a run with all that is its own; nothing of it is left afterwards."""
     with tempfile.TemporaryDirectory(prefix="race-", ignore_cleanup_errors=True) as name:
         run = Run(entrant, failure, steps, step_s, Path(name))
         try:
-            run.drive()
-            run.kill_all()
-            run.look()
-            found = score.score(run.lines, score_samples(steps), EPOCHS)
-            weights = Path(f"{run.log}.weights")
-            return {
-                "entrant": entrant.name, "kind": failure.kind, "finished": bool(found.sha256), **asdict(found),
-                "ideal_s": score.ideal_s(run.lines, steps), "interventions": run.by_hand, "peak_bytes": run.peak_bytes,
-                "written_bytes": run.disk.written_bytes(), "notes": run.notes, "failure": asdict(failure),
-                "weights": weights.read_bytes() if found.sha256 else b"",
-            }  # fmt: skip
+            yield run
         finally:
             run.close()
             if keep is not None:
                 left_out = shutil.ignore_patterns("tmp", "disk", "image")
                 shutil.copytree(name, keep / f"{entrant.name}-{failure.kind}-{time.time_ns()}", ignore=left_out)
+
+
+def line_of(run: Run) -> dict[str, Any]:
+    """Return what a run that has ended came to."""
+    run.kill_all()
+    run.look()
+    found = score.score(run.lines, score_samples(run.steps), EPOCHS)
+    weights = Path(f"{run.log}.weights")
+    return {
+        "entrant": run.entrant.name, "kind": run.failure.kind, "finished": bool(found.sha256), **asdict(found),
+        "ideal_s": score.ideal_s(run.lines, run.steps), "interventions": run.by_hand, "peak_bytes": run.peak_bytes,
+        "written_bytes": run.disk.written_bytes(), "notes": run.notes, "failure": asdict(run.failure),
+        "first_start_s": run.first_at - run.began, "whole_s": run.ended_at - run.began,
+        "weights": weights.read_bytes() if found.sha256 else b"",
+    }  # fmt: skip
 
 
 def score_samples(steps: int) -> int:
@@ -315,13 +152,6 @@ def tune(entrants: list[Entrant], steps: int) -> None:
             path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
 
 
-def _kill(pid: int, number: int) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        pass
-
-
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [entrant.name for entrant in ENTRANTS]
@@ -358,22 +188,28 @@ def main() -> int:
         tune(entrants, args.steps)
         return 0
     off = unbroken_s(entrants, args.steps, args.runs, args.keep)
-    rows = []
-    for entrant in entrants:
-        step_s = off[entrant.off] / args.steps
-        drawn = failures.draw(args.seed, args.steps, RANKS, step_s)
-        unbroken: dict[str, Any] = {}
-        for kind in dict.fromkeys(["none", *args.kinds]):
-            row = one(entrant, drawn[kind], args.steps, step_s, args.keep)
-            unbroken = unbroken or row
-            rows.append(judged(row, unbroken, off[entrant.off], args.steps))
-            print(
-                f"{time.monotonic() - began:5.0f} s  "
-                + " | ".join(table._cells(rows[-1], {}))
-                + f"  {row['notes'] or ''}",
-                flush=True,
-            )
+    rows = raced(args, entrants, off, began)
     return finish(args, rows, {"unbroken_s": off, "left_out": left_out, "seconds": time.monotonic() - began}, load)
+
+
+def raced(args: argparse.Namespace, entrants: list[Entrant], off: Mapping[str, float], began: float) -> list[dict[str, Any]]:  # fmt: skip
+    """Run everything, first what runs alone; return the scoreboard, sorted."""
+    kinds = list(dict.fromkeys(["none", *args.kinds]))
+    asked: list[Asked] = []
+    for entrant in entrants:
+        drawn = failures.draw(args.seed, args.steps, RANKS, off[entrant.off] / args.steps)
+        asked += [(entrant, drawn[kind], args.steps, off[entrant.off] / args.steps) for kind in kinds]
+    waiting = [one for one in asked if one[1].kind == "hang" and one[0].waits_s]
+    rows: list[dict[str, Any]] = []
+    unbroken: dict[str, dict[str, Any]] = {}
+    for group in [*([one] for one in asked if one not in waiting), waiting]:
+        for (entrant, *_), row in zip(group, together(group, args.keep), strict=True):
+            theirs = unbroken.setdefault(entrant.name, row)
+            rows.append(judged(row, theirs, off[entrant.off], args.steps))
+            said = " | ".join(table._cells(rows[-1], {}))
+            print(f"{time.monotonic() - began:5.0f} s  {said}  {row['notes'] or ''}", flush=True)
+    order = [(entrant.name, failure.kind) for entrant, failure, *_ in asked]
+    return sorted(rows, key=lambda row: order.index((row["entrant"], row["kind"])))
 
 
 def finish(args: argparse.Namespace, rows: list[dict[str, Any]], more: dict[str, Any], load: LoadWatch) -> int:

@@ -39,8 +39,8 @@ def markdown(rows: Sequence[Row]) -> str:
     """Return one line per entrant and kind of failure; the best time of a kind is bold, also where it is not ours."""
     lead = best(rows)
     said = [
-        "| failure | entrant | time / unbroken | steps again | lost / doubled | last weights | MB written | peak MB | by hand |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| failure | entrant | time / unbroken | s more | steps again | lost / doubled | last weights | MB written | peak MB | by hand |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for kind in dict.fromkeys(row["kind"] for row in rows):
         said += ["| " + " | ".join(_cells(row, lead)) + " |" for row in rows if row["kind"] == kind]
@@ -76,6 +76,7 @@ def _cells(row: Row, lead: Mapping[str, float]) -> list[str]:
         row["kind"],
         TITLES.get(row["entrant"]) or row["entrant"],
         ratio,
+        f"{row['seconds'] * (1 - 1 / row['ratio']):.1f}" if row["finished"] and row["ratio"] else "-",
         str(row["again"]),
         f"{row['lost']} / {row['doubled']}",
         weights(row),

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
+import time
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,33 +32,70 @@ def program(name: str) -> Any:
     return importlib.import_module(name)
 
 
-def test_every_figure_is_printed_by_its_page_and_is_in_its_json() -> None:
+def test_every_figure_is_printed_as_its_json_says() -> None:
     held = program("held")
-    for figure in held.FIGURES:
-        assert figure.words in (ROOT / figure.page).read_text(), figure.name
-        results = json.loads((PROGRAMS / "results" / figure.published).read_text())["results"]
-        median, least, most = held.ratio(results, figure)
+    assert [words for figure in held.FIGURES if (words := held.differs(figure))] == []
+    for figure in (figure for figure in held.FIGURES if figure.program):
+        median, least, most = held.ratio(held.published_of(figure)["results"], figure)
         assert least <= median <= most, figure.name
 
 
+def test_every_measured_row_of_the_readme_is_a_figure() -> None:
+    """A row of its tables that no JSON stands behind could say anything."""
+    held = program("held")
+    _, _, rest = (ROOT / "README.md").read_text().partition("## Measured")
+    page, _, _ = rest.partition("\n## ")
+    matrix, _, _ = (ROOT / "benchmarks/results/2026-11-26/race.md").read_text().partition("\n\n")
+    rows = [row for row in page.splitlines() if re.search(r"\|.*\d", row) and row not in matrix.splitlines()]
+    known = [
+        held.said(held.published_of(figure)["results"], figure) for figure in held.FIGURES if figure.page == "README.md"
+    ]
+    assert len(rows) >= 7
+    assert [row for row in rows if not any(words in row for words in known)] == []
+
+
+def test_the_published_race_is_that_of_its_json() -> None:
+    table = importlib.import_module("race.table")
+    made = json.loads((PROGRAMS / "results/2026-11-26/race.json").read_text())["results"]["rows"]
+    assert table.matrix(made) in (PROGRAMS / "results/2026-11-26/race.md").read_text()
+
+
 @pytest.mark.parametrize(
-    ("here", "word"),
+    ("spec", "text"),
+    [(".2f", "0.27"), ("*.2f s~", "**0.27 s** [0.18-0.36]"), (".0f ms", "270 ms"), (".0f%~", "27% [18-36]")],
+)
+def test_a_figure_is_said_as_pages_say_it(spec: str, text: str) -> None:
+    assert format(program("held_figures").Said((0.27, 0.18, 0.36)), spec) == text
+
+
+def test_a_page_with_other_words_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = program("held")
+    figure = next(figure for figure in held.FIGURES if figure.name == "restart, 1 MB")
+    (tmp_path / "README.md").write_text("| **0.26 s** [0.18-0.36] | 4.6 s [4.1-5.3], torchrun |")
+    monkeypatch.setattr(held, "ROOT", tmp_path)
+    assert "does not say '| **0.27 s** [0.18-0.36]" in held.differs(figure)
+
+
+@pytest.mark.parametrize(
+    ("here", "word", "busy_word"),
     [
-        ((0.7, 0.6, 0.8), "holds"),
-        ((0.9, 0.74, 1.0), "within reach"),
-        ((1.34, 1.2, 1.9), "does NOT hold here"),
-        ((0.3, 0.2, 0.4), "better here"),
+        ((0.7, 0.6, 0.8), "holds", "holds"),
+        ((0.9, 0.74, 1.0), "within reach", "within reach"),
+        ((1.34, 1.2, 1.9), "does NOT hold here", "not judged: BUSY"),
+        ((0.3, 0.2, 0.4), "better here", "not judged: BUSY"),
     ],
 )
-def test_a_figure_holds_where_spreads_meet(here: tuple[float, float, float], word: str) -> None:
-    assert program("held").verdict((0.70, 0.61, 0.75), here) == word
+def test_a_figure_holds_where_spreads_meet(here: tuple[float, float, float], word: str, busy_word: str) -> None:
+    verdict = program("held").verdict
+    assert verdict((0.70, 0.61, 0.75), here) == word
+    assert verdict((0.70, 0.61, 0.75), here, busy=True) == busy_word
 
 
 def test_a_quotient_is_as_wide_as_both_of_its_parts() -> None:
-    held = program("held")
+    held = program("held_figures")
     one = {"median": 2.0, "min": 1.0, "max": 3.0}
     figure = held.Figure(
-        name="x", page="", words="", published="", program=(), top="a/0/b", bottom="save, {gb} GB/c", depends=""
+        name="x", page="", words="", sources=(), published="", top="a/0/b", bottom="save, {gb} GB/c", depends=""
     )
     assert held.ratio({"a": [{"b": one}], "save, 4 GB": {"c": {"median": 4.0, "min": 2.0, "max": 5.0}}}, figure) == (
         0.5,
@@ -62,7 +103,52 @@ def test_a_quotient_is_as_wide_as_both_of_its_parts() -> None:
         1.5,
     )
     with pytest.raises(KeyError):
-        held.found({"a": {"b": 1}}, "a/b")
+        held.found({"a": {"b": {}}}, "a/b")
+
+
+def test_paths_name_lists_and_keys_with_a_stroke() -> None:
+    found = program("held_figures").found
+    assert found({"r": [{"x": 1.0}, {"x": 5.0}, {"x": 2.0}, {"x": 4.0}]}, "r/*/x") == (3.0, 1.0, 5.0)
+    assert found({"a / b": {"c": 2.5}}, "a / b/c") == (2.5, 2.5, 2.5)
+
+
+SLOW = """
+import argparse, subprocess, sys, time
+from pathlib import Path
+parser = argparse.ArgumentParser()
+parser.add_argument("--json")
+print(parser.parse_args().json, file=sys.stderr)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+Path("{pids}").write_text(str(child.pid))
+time.sleep(600)
+"""
+
+
+def test_a_program_that_takes_too_long_is_ended_with_what_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = program("held")
+    pids = tmp_path / "pid"
+    (tmp_path / "slow.py").write_text(SLOW.replace("{pids}", str(pids)))
+    monkeypatch.setattr(held, "HERE", tmp_path)
+    figure = replace(held.FIGURES[0], program=("slow.py",))
+    limit_s = 1.0
+    while not pids.exists():  # until the child had the time to be there
+        with pytest.raises(RuntimeError, match="was not through after"):
+            held.measure(figure, quick=False, limit_s=limit_s)
+        limit_s *= 2
+    pid = int(pids.read_text())
+    end = time.monotonic() + 30
+    while is_running(pid) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not is_running(pid)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_half_a_line_of_a_killed_rank_is_no_line() -> None:
 
 def row(entrant: str, **changes: Any) -> dict[str, Any]:
     return {
-        "entrant": entrant, "kind": "rank", "finished": True, "done": 240, "ratio": 1.5, "again": 3, "lost": 0, "doubled": 0,
+        "entrant": entrant, "kind": "rank", "finished": True, "done": 240, "seconds": 12.0, "ratio": 1.5, "again": 3, "lost": 0, "doubled": 0,
         "equal": True, "distance": None, "written_bytes": 30_000_000, "peak_bytes": 5_000_000, "interventions": 0, **changes,
     }  # fmt: skip
 
@@ -92,7 +92,7 @@ def test_the_fastest_that_lost_nothing_leads_also_where_it_is_not_ours() -> None
     ]
     text = race("table").markdown(rows)
     assert text.count("**") == 2
-    assert "| rank | torchrun + dcp.async_save | **1.25** | 3 | 0 / 0 | equal | 30 | 5 | 0 |" in text
+    assert "| rank | torchrun + dcp.async_save | **1.25** | 2.4 | 3 | 0 / 0 | equal | 30 | 5 | 0 |" in text
     assert "not finished (240 steps)" in text
 
 
