@@ -12,6 +12,7 @@ import json
 import os
 import random
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -32,7 +33,7 @@ KINDS = (
     ("nan", "exp_avg_sq"),
     ("slot", ""),
     ("pack", ""),
-    ("batch", ""),
+    ("nan", "batch"),
     ("stop", ""),
     ("spin", ""),
 )
@@ -43,6 +44,8 @@ APART = (22, 30)
 """Steps between two faults: more than `--refill-steps`, so that each has the restarts of a fault that comes alone."""
 CLASSES = ("many",) * 5 + ("nodes", "bit", "bit", "bit", "bit", "sample", "script")
 """What jobs are, by turns."""
+LIVES = 6
+"""Restarts that a fault may cost: more are a loop."""
 
 
 @dataclass
@@ -60,6 +63,8 @@ class Outcome:
     how: str = ""
     unseen: bool = False
     grown: bool = False
+    looped: bool = False
+    seconds: float = 0.0
 
 
 def planned(seed: int, faults: int) -> dict[str, Any]:
@@ -68,7 +73,7 @@ def planned(seed: int, faults: int) -> dict[str, Any]:
     dtype = DTYPES[seed % len(DTYPES)]
     kinds: Sequence[tuple[str, str]] = (*KINDS, REPLICAS, REPLICAS) if kind == "nodes" else KINDS
     if kind == "bit":
-        kinds = [("bit", where) for where in ("parameter", "exp_avg", "exp_avg_sq")]
+        kinds = [("bit", where) for where in ("parameter", "exp_avg", "exp_avg_sq", "batch")]
     kinds = [one for one in kinds if dtype != "float16" or one[0] != "flip"]  # finite there
     found: list[dict[str, Any]] = []
     step = 11
@@ -127,21 +132,37 @@ def unbroken(folder: Path, plan: dict[str, Any], steps: int) -> dict[int, list[s
     return traced(folder)
 
 
-def judged(folder: Path, seed: int, *, faults: int, expected: dict[int, list[str]]) -> Outcome:
+def judged(folder: Path, seed: int, *, faults: int, expected: dict[int, list[str]], deadline_s: float = 600) -> Outcome:
     """Run the job of a seed and judge it; `expected` is the trace of the unbroken run."""
-    plan = planned(seed, faults)
-    code, output = run_job(folder, plan)
-    lives = [int(one) for one in re.findall(r"began at (\d+)", output)]
-    outcome = Outcome(seed, plan["kind"], plan["ranks"], plan["faults"], code, lives, dtype=plan["dtype"])
-    outcome.how, outcome.grown = plan["how"], "the largest number of" in output
-    problem = {"script": _ends, "sample": _goes_without}.get(plan["kind"], _goes_on)
-    outcome.problem = problem(outcome, plan, output, folder, expected)
-    if outcome.problem.startswith("another") and outcome.kind == "bit" and lives == [0]:
-        outcome.unseen, outcome.problem = True, ""
+    plan, begun = planned(seed, faults), time.monotonic()
+    outcome = Outcome(seed, plan["kind"], plan["ranks"], plan["faults"], -1, dtype=plan["dtype"], how=plan["how"])
+    try:
+        outcome.code, output = run_job(folder, plan, deadline_s=deadline_s)
+    except AssertionError as error:  # it did not end
+        outcome.looped, outcome.problem, output = True, f"no end within {deadline_s:.0f} s", str(error)
+    outcome.seconds = round(time.monotonic() - begun, 1)
+    outcome.lives = [int(one) for one in re.findall(r"began at (\d+)", output)]
+    outcome.grown = "the largest number of" in output
+    _judge(outcome, plan, output, folder, expected)
     if outcome.problem:
         (folder / "outcome.json").write_text(json.dumps(asdict(outcome)))
         (folder / "output.log").write_text(output)
     return outcome
+
+
+def _judge(outcome: Outcome, plan: dict[str, Any], output: str, folder: Path, expected: dict[int, list[str]]) -> None:
+    """Say what the job did that it should not have done."""
+    if len(outcome.lives) > 1 + LIVES * max(1, len(plan["faults"])):
+        outcome.looped, outcome.problem = True, f"{len(outcome.lives)} lives"
+    if outcome.problem:
+        return
+    missed = [fault["step"] for fault in plan["faults"] if not (folder / f"struck-{fault['step']}").exists()]
+    problem = {"script": _ends, "sample": _goes_without}.get(plan["kind"], _goes_on)
+    outcome.problem = problem(outcome, plan, output, folder, expected)
+    if outcome.problem.startswith("another") and outcome.kind == "bit" and outcome.lives == [0]:
+        outcome.unseen, outcome.problem = True, ""
+    if missed and not outcome.problem:
+        outcome.problem = f"the faults of steps {missed} did not strike"
 
 
 def _ends(outcome: Outcome, plan: dict[str, Any], output: str, _folder: Path, _expected: dict[int, list[str]]) -> str:

@@ -11,6 +11,7 @@ import math
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ class Job:
         loss = (self.model(batch) - batch).pow(2).mean()
         largest = max(one.detach().abs().max().item() for one in self.model.parameters())
         while self.step + 1 == self.plan.get("hangs"):
-            os.kill(os.getpid(), 0)
+            time.sleep(0.001)
         ends = self.plan["ends"] and self.step >= self.plan["ends"]
         if ends or (self.step % 3 == 0 and not (loss.item() < 1e3 and largest < 1e3)):
             raise FloatingPointError("the loss is bad")
@@ -115,7 +116,7 @@ class Job:
             dist.all_reduce(parameter.grad)
         self.optimizer.step()
         self.step += 1
-        if fault is not None and fault["kind"] not in (*LATE, "batch") and self.is_struck(fault):
+        if fault is not None and fault["kind"] not in LATE and fault["where"] != "batch" and self.is_struck(fault):
             self.strike(fault)
         self.ckpt.step(self.step)
         return loss.item(), ids
@@ -124,8 +125,12 @@ class Job:
         """Return the samples of this rank; one that is always bad fails here, or makes the state bad."""
         ids = self.sampler.next_ids().tolist()
         batch = self.table[ids].clone()
-        if fault is not None and fault["kind"] == "batch" and self.is_struck(fault):
-            batch[fault["place"] % len(batch)] = math.nan
+        if fault is not None and fault["where"] == "batch" and self.is_struck(fault):
+            if fault["kind"] == "nan":
+                batch[fault["place"] % len(batch)] = math.nan
+            else:
+                flip(batch, fault["place"], fault["bit"])
+            self.struck(fault)
         if self.plan["sample"] in ids:
             how = self.plan["how"]
             if how == "raise":
@@ -133,30 +138,37 @@ class Job:
             if how == "crash":
                 signal.raise_signal(signal.SIGSEGV)
             while how == "spin":
-                os.kill(os.getpid(), 0)
+                time.sleep(0.001)
             batch[0] = math.nan
         return batch, ids
 
     def is_struck(self, fault: dict[str, Any]) -> bool:
-        """Return whether a fault strikes here and now: once."""
+        """Return whether a fault is to strike here and now: once."""
         mark = self.folder / f"mark-{fault['step']}"
         if self.rank != fault["place"] % self.world or mark.exists():
             return False
         mark.touch()
         return True
 
+    def struck(self, fault: dict[str, Any]) -> None:
+        """Note that the damage is done."""
+        (self.folder / f"struck-{fault['step']}").touch()
+
     def strike(self, fault: dict[str, Any]) -> None:
         """Make live state bad, or hang."""
         kind, where, place = fault["kind"], fault["where"], fault["place"]
         parameter = list(self.model.parameters())[place % 4]
         while kind in {"stop", "spin"}:
+            self.struck(fault)
             os.kill(os.getpid(), signal.SIGSTOP if kind == "stop" else 0)
+            time.sleep(0.001)  # spins, and leaves the CPU to other jobs
         target = parameter if where == "parameter" else self.optimizer.state[parameter][where]
         if kind == "nan":
             with torch.no_grad():
                 target.view(-1)[place % target.numel()] = math.nan
         else:
             flip(target.detach(), place, fault["bit"] if kind == "bit" else None)
+        self.struck(fault)
 
     def strike_held(self, fault: dict[str, Any]) -> None:
         """Damage what memory or storage holds, and die."""
@@ -174,6 +186,7 @@ class Job:
             newest = [path for path in packs if path.parent == packs[-1].parent and path.suffix != ".idx"]
             largest = max(newest, key=lambda path: path.stat().st_size)
             damage(largest, fault["place"] % max(1, largest.stat().st_size), fault["bit"])
+        self.struck(fault)
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ class Server:
     """The warm interpreter, a child of the process that made this."""
 
     def __init__(self) -> None:
-        self.owner, self.environment = os.getpid(), dict(os.environ)
+        self.owner, self.environment, self._turn = os.getpid(), dict(os.environ), threading.Lock()
         self._sock, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with there:
             for end in (self._sock, there):
@@ -90,8 +91,9 @@ class Server:
             )
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        self._sock.send(json.dumps(request).encode())
-        answer = self._sock.recv(LARGEST)
+        with self._turn:
+            self._sock.send(json.dumps(request).encode())
+            answer = self._sock.recv(LARGEST)
         assert answer, "the warm interpreter has ended"
         result: dict[str, Any] = json.loads(answer)
         return result
