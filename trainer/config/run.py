@@ -102,17 +102,23 @@ class RunConfig:
     phase: PhasesConfig = field(default_factory=PhasesConfig)
 
 
-def read_config(path: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> RunConfig:
+def read_config(
+    path: str | os.PathLike[str] | None,
+    overrides: Sequence[str] = (),
+    *,
+    recorded: Mapping[str, Mapping[str, Any]] | None = None,
+) -> RunConfig:
     """Return the run that a TOML file and `--section.key value` words describe.
 
     Args:
         path: The file; None for the defaults.
         overrides: Command-line words, `--a.b value` or `--a.b=value`, applied last.
+        recorded: What a run recorded of itself, in place of the defaults where there is no file.
 
     Raises:
         ConfigError: unreadable file, unknown key (the nearest name is given), wrong type or value.
     """
-    values = _read_toml(Path(path)) if path else {}
+    values = _read_toml(Path(path)) if path else {name: dict(content) for name, content in (recorded or {}).items()}
     for key, text in split_overrides(overrides):
         section, _, name = key.partition(".")
         if not name:

@@ -34,6 +34,11 @@ def plan(words: Sequence[str]) -> int:
     options, rest = parse(words)
     refuse_without_effect(options)
     config = read_config(options.config, rest)
+    if options.config is None and config.checkpoint.root:
+        from flashckpt.trainer.hub.root_alone import is_root_alone, recorded_on_root
+
+        if is_root_alone(config):
+            config = read_config(None, rest, recorded=recorded_on_root(config))
     if config.init.from_:
         from flashckpt.trainer.hub.start import with_model_of_weights
 
