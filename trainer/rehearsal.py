@@ -23,7 +23,7 @@ from flashckpt.trainer.data.windows import Batch
 from flashckpt.trainer.optim.builders import build_optimizers
 from flashckpt.trainer.parallel.apply import Parallel, build_parallel
 from flashckpt.trainer.parallel.layout import Layout, resolve_layout
-from flashckpt.trainer.parallel.switches import with_precision
+from flashckpt.trainer.parallel.switches import on_device
 from flashckpt.trainer.train.optim import clip_gradients
 from flashckpt.trainer.train.step import TrainStep
 
@@ -40,7 +40,7 @@ def rehearse(words: Sequence[str]) -> str:
     if reason := unsupported():
         return reason
     try:
-        config = with_precision(_run_of(list(words)), "cpu")
+        config = on_device(_run_of(list(words)), "cpu")
         layout = resolve_layout(config, env.WORLD_SIZE)
     except FlashckptError as error:  # the ranks will say so
         return error.problem

@@ -23,7 +23,7 @@ CHOICES = {
     "parallel.reduce_dtype": ("float32", "bfloat16"),
     "train.precision": ("auto", "float32", "bfloat16", "float16"),
     "train.float8": ("off", "tensorwise", "rowwise"),
-    "train.attention": ("sdpa", "flex"),
+    "train.attention": ("auto", "sdpa", "flex"),
     "train.device": ("auto", "cpu", "cuda", "xpu", "npu"),
     "parallel.cp_exchange": ("gather", "ring"),
     "optim.name": OPTIMIZERS,

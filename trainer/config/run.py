@@ -41,7 +41,7 @@ else:
 class TrainConfig:
     """Sizes of a step: `global_batch` and `micro_batch` count samples, `seq_len` tokens. `compile`: each block by torch.compile.
 
-    `attention`: "sdpa", or on a GPU "flex". `precision` "auto": bfloat16 on a GPU, else float32. `loss_chunk`: tokens whose
+    `attention`: "sdpa", or on a GPU "flex"; "auto" chooses. `precision` "auto": bfloat16 on a GPU, else float32. `loss_chunk`: tokens whose
     logits exist at a time (0: all of a micro-batch). `tf32`: products of float32 matrices in TF32, on a GPU. `float8`: how
     linear layers of the blocks are scaled to it ("off", "tensorwise", "rowwise"); `float8_emulate`: on any device, slowly.
     """
@@ -56,7 +56,7 @@ class TrainConfig:
     float8: str = "off"
     float8_emulate: bool = False
     loss_chunk: int = 0
-    attention: str = "sdpa"
+    attention: str = "auto"
     device: str = "auto"
     deterministic: bool = False
     compile: bool = False
@@ -102,17 +102,23 @@ class RunConfig:
     phase: PhasesConfig = field(default_factory=PhasesConfig)
 
 
-def read_config(path: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> RunConfig:
+def read_config(
+    path: str | os.PathLike[str] | None,
+    overrides: Sequence[str] = (),
+    *,
+    recorded: Mapping[str, Mapping[str, Any]] | None = None,
+) -> RunConfig:
     """Return the run that a TOML file and `--section.key value` words describe.
 
     Args:
         path: The file; None for the defaults.
         overrides: Command-line words, `--a.b value` or `--a.b=value`, applied last.
+        recorded: What a run recorded of itself, in place of the defaults where there is no file.
 
     Raises:
         ConfigError: unreadable file, unknown key (the nearest name is given), wrong type or value.
     """
-    values = _read_toml(Path(path)) if path else {}
+    values = _read_toml(Path(path)) if path else {name: dict(content) for name, content in (recorded or {}).items()}
     for key, text in split_overrides(overrides):
         section, _, name = key.partition(".")
         if not name:

@@ -175,11 +175,26 @@ def _refused(problem: str, *, found: str, expected: str) -> LayoutError:
     )
 
 
-def with_precision(config: RunConfig, device: str) -> RunConfig:
-    """Return the run with the precision that "auto" is on a type of device."""
-    if config.train.precision != "auto":
-        return config
-    return replace(config, train=replace(config.train, precision="float32" if device == "cpu" else "bfloat16"))
+def on_device(config: RunConfig, device: str) -> RunConfig:
+    """Return the run with what "auto" is on a type of device: its precision, and its attention."""
+    train = config.train
+    if train.precision == "auto":
+        train = replace(train, precision="float32" if device == "cpu" else "bfloat16")
+    if train.attention == "auto":
+        is_flex = device == "cuda" and keeps_scores(config) and config.parallel.cp_exchange == "gather"
+        train = replace(train, attention="flex" if is_flex else "sdpa")
+    return replace(config, train=train)
+
+
+def keeps_scores(config: RunConfig) -> bool:
+    """Return whether torch's attention keeps all scores on a GPU: heads are grouped, and there is a mask, which no kernel has."""
+    is_masked = bool(config.model.window) or config.parallel.cp > 1 or masks_documents(config)
+    return is_masked and config.model.heads != config.model.kv_heads
+
+
+def masks_documents(config: RunConfig) -> bool:
+    """Return whether tokens see those of their own document alone."""
+    return bool(config.data.sources) and config.data.document_mask
 
 
 def host_memory_switches(parallel: ParallelConfig) -> str:

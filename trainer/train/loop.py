@@ -35,7 +35,7 @@ from flashckpt.trainer.optim.outer import OuterOptimizer
 from flashckpt.trainer.parallel.apply import MicroBatch, build_parallel
 from flashckpt.trainer.parallel.distributed import check_root, is_first_start, note_restore, process_group
 from flashckpt.trainer.parallel.layout import Layout, resolve_layout
-from flashckpt.trainer.parallel.switches import with_precision
+from flashckpt.trainer.parallel.switches import on_device
 from flashckpt.trainer.train.anomaly import Guard
 from flashckpt.trainer.train.apart import Apart
 from flashckpt.trainer.train.hooks import HookedRun, hooks_of
@@ -79,7 +79,7 @@ class Trainer:
         clock: StartClock | None = None,
         profiled: Profiled = NOTHING,
     ) -> None:
-        config = with_precision(config, device.type)
+        config = on_device(config, device.type)
         self.config, self.layout = config, layout
         self.clock, self.timer, self.fences = clock or StartClock(), PhaseTimer(), FenceClock()
         self.phases = phases_of(config)

@@ -19,7 +19,7 @@ from flashckpt.trainer.dry_run.options import DryRunOptions
 from flashckpt.trainer.dry_run.report import VERSION, as_text, refuse_misfits
 from flashckpt.trainer.model.flops import count_parameters
 from flashckpt.trainer.parallel.layout import Layout, resolve_layout
-from flashckpt.trainer.parallel.switches import with_precision
+from flashckpt.trainer.parallel.switches import on_device
 from flashckpt.trainer.plan.forecast import memory_of
 from flashckpt.trainer.plan.held import SLOTS, snapshot_tensors, stored_bytes
 
@@ -42,7 +42,7 @@ def dry_run(config: RunConfig, options: DryRunOptions) -> int:
 
 def describe(config: RunConfig, options: DryRunOptions) -> dict[str, Any]:
     """Return the JSON document of a dry run; raises as `dry_run`, except for what does not fit."""
-    config = with_precision(config, "cpu" if config.train.device == "cpu" else "cuda")
+    config = on_device(config, "cpu" if config.train.device == "cpu" else "cuda")
     layout = resolve_layout(config, options.world)  # refused before torch is imported
     data = _data(config)
     kinds = rank_kinds(config, layout)

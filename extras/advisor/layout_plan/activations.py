@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.model.recompute import FEED_FORWARD, FULL, KEPT, SELECTIVE, group_size, recompute_of
 from flashckpt.trainer.parallel.layout import SPLIT_BACKWARD, Layout, needs_fsdp
+from flashckpt.trainer.parallel.switches import keeps_scores, masks_documents
 
 MASTER = 4
 """Bytes of an element of parameters, gradients and moments: float32 in every precision, cast where it is gathered."""
@@ -69,6 +70,7 @@ def _activations(config: RunConfig, layout: Layout, pp_rank: int, *, is_plain: b
     total = tokens * per_token + max(again, _loss(config, layout, stages, tokens))
     if layout.cp == 1 and _has_document_mask(config):
         total += tokens * config.train.seq_len * in_flight(layout, pp_rank)
+    total += _scores(config, layout, layers) * in_flight(layout, pp_rank) // len(stages)
     return total + _context(config, layout, layers) * in_flight(layout, pp_rank) // len(stages)
 
 
@@ -130,6 +132,20 @@ def _context(config: RunConfig, layout: Layout, layers: Sequence[int]) -> int:
     return most * gathered_elements(config, layout) * itemsize(config) + mask
 
 
+def _scores(config: RunConfig, layout: Layout, layers: Sequence[int]) -> int:
+    """Return the bytes of the scores that torch's attention keeps on a GPU, in float32, of layers and of the one at work."""
+    train, model = config.train, config.model
+    is_held = (
+        train.attention == "sdpa" and train.device != "cpu" and itemsize(config) != MASTER and keeps_scores(config)
+    )
+    if not is_held or config.parallel.cp_exchange == "ring":
+        return 0
+    layers_kept = sum(recompute_of(config.parallel.activation_checkpoint, number) != FULL for number in layers)
+    keys = train.seq_len if layout.cp == 1 else train.seq_len * (2 * layout.cp + 1) // (4 * layout.cp)
+    scores = train.micro_batch * model.heads // layout.tp * (train.seq_len // layout.cp) * keys
+    return MASTER * scores * max(layers_kept, group_size(config.parallel.activation_checkpoint))
+
+
 def _ring(config: RunConfig, layout: Layout, layers: Sequence[int]) -> int:
     """Return the bytes of what goes round for the layer at work, of one mask, and of the logarithms that layers keep."""
     model, train = config.model, config.train
@@ -143,7 +159,7 @@ def _ring(config: RunConfig, layout: Layout, layers: Sequence[int]) -> int:
 
 
 def _has_document_mask(config: RunConfig) -> bool:
-    return bool(config.data.sources) and config.data.document_mask and config.train.attention == "sdpa"
+    return masks_documents(config) and config.train.attention == "sdpa"
 
 
 def gathered_elements(config: RunConfig, layout: Layout) -> int:

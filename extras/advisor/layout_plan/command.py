@@ -12,7 +12,7 @@ from typing import Any
 from flashckpt.errors import ConfigError, LayoutError
 from flashckpt.trainer.config import RunConfig, read_config
 from flashckpt.trainer.parallel.float8_layers import needs_device, uses_float8
-from flashckpt.trainer.parallel.switches import with_precision
+from flashckpt.trainer.parallel.switches import on_device
 from flashckpt.trainer.plan.beyond import Sized, scaling
 from flashckpt.trainer.plan.feedback import feedback
 from flashckpt.trainer.plan.forecast import speed, step_time
@@ -34,11 +34,16 @@ def plan(words: Sequence[str]) -> int:
     options, rest = parse(words)
     refuse_without_effect(options)
     config = read_config(options.config, rest)
+    if options.config is None and config.checkpoint.root:
+        from flashckpt.trainer.hub.root_alone import is_root_alone, recorded_on_root
+
+        if is_root_alone(config):
+            config = read_config(None, rest, recorded=recorded_on_root(config))
     if config.init.from_:
         from flashckpt.trainer.hub.start import with_model_of_weights
 
         config = with_model_of_weights(config)
-    config = with_precision(config, "cuda" if options.gpu.device else "cpu")
+    config = on_device(config, "cuda" if options.gpu.device else "cpu")
     one, document = make_plan(config, options)
     sys.stdout.write(json.dumps(document, indent=2) + "\n" if options.json else as_text(document))
     refuse_misfit(one, options.gpu)

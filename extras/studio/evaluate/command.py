@@ -20,7 +20,7 @@ from flashckpt.trainer.hub.weights import load
 from flashckpt.trainer.parallel.apply import build_parallel
 from flashckpt.trainer.parallel.distributed import process_group
 from flashckpt.trainer.parallel.layout import resolve_layout
-from flashckpt.trainer.parallel.switches import with_precision
+from flashckpt.trainer.parallel.switches import on_device
 
 
 def evaluate(config: RunConfig, step: str | None = None) -> tuple[Scores, str]:
@@ -46,7 +46,7 @@ def evaluate(config: RunConfig, step: str | None = None) -> tuple[Scores, str]:
         config = _as_written(config, source)
         refuse_other_model(config.model, source.model, source.where)
         with process_group(config) as device:
-            parallel = build_parallel(with_precision(config, device.type), layout, device)
+            parallel = build_parallel(on_device(config, device.type), layout, device)
             evaluator = Evaluator(config, parallel)
             _refuse_different(source.where, device)
             load(parallel.bare_parts(), source)

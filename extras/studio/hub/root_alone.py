@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flashckpt.errors import ConfigError
-from flashckpt.trainer.config import RunConfig, from_values
+from flashckpt.trainer.config import RunConfig, from_values, to_values
 from flashckpt.trainer.config.data import DataConfig
 from flashckpt.trainer.config.eval import EvalConfig
 from flashckpt.trainer.config.model import ModelConfig
@@ -29,6 +29,25 @@ def is_root_alone(config: RunConfig) -> bool:
     """Return whether a run to evaluate names a root, and neither model nor data."""
     is_plain = (config.model, config.data) == (ModelConfig(), DataConfig())
     return is_plain and bool(config.checkpoint.root) and not config.init.from_
+
+
+def recorded_on_root(config: RunConfig) -> dict[str, Any]:
+    """Return what the run of the newest checkpoint recorded of itself, with its model and length, as `read_config` takes it.
+
+    Raises:
+        NoCheckpointError: There is none.
+        ConfigError: It is not of the trainer.
+    """
+    source = CheckpointWeights(config.checkpoint.root, None, config.checkpoint.storage_options)
+    source.close()
+    values, run = source.recorded, to_values(source.run)
+    train = {**values.get("train", {}), "seq_len": source.run.train.seq_len}
+    return {
+        **values,
+        "model": run["model"],
+        "train": train,
+        "init": {},
+    }  # of the weights it began with nothing is needed
 
 
 def of_root_alone(config: RunConfig, step: str | None = None) -> RunConfig:

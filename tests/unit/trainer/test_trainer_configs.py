@@ -19,7 +19,7 @@ from flashckpt.trainer.dry_run.report import as_text
 from flashckpt.trainer.hub.hub_config import from_hub, to_hub
 from flashckpt.trainer.model.flops import count_parameters
 from flashckpt.trainer.parallel.layout import resolve_layout
-from flashckpt.trainer.parallel.switches import with_precision
+from flashckpt.trainer.parallel.switches import on_device
 from flashckpt.trainer.plan.held import held
 
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
@@ -72,7 +72,7 @@ def world_of(path: Path) -> int:
 def is_as_built(path: Path, world: int) -> None:
     """What is computed of every kind of rank is what one of them holds that is built, to the byte."""
     config = read_config(path)
-    config = with_precision(config, "cpu" if config.train.device == "cpu" else "cuda")
+    config = on_device(config, "cpu" if config.train.device == "cpu" else "cuda")
     layout = resolve_layout(config, world)
     for kind in rank_kinds(config, layout):
         there = built_rank(config, layout, kind.example(layout))

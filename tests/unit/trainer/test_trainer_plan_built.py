@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.built_rank import built_rank
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -258,3 +259,37 @@ def test_bytes_of_a_checkpoint_are_those_of_ranks_that_are_built(
     counted = sum(len(ranks) * nbytes for ranks, nbytes in shared.items())
     counted += sum(kind.count(layout) * one.own for kind, one in there)
     assert stored_bytes(config, layout) == counted
+
+
+def test_scores_are_counted_where_a_gpu_keeps_them_and_none_with_flex() -> None:
+    rows, tokens, layers = 2, 32, 4
+    found = []
+    for attention in ("sdpa", "flex"):
+        config = from_values({
+            "model": {**ODD, "layers": layers},
+            "train": {"precision": "bfloat16", "micro_batch": rows, "seq_len": tokens, "attention": attention},
+            "data": {"sources": [{"kind": "text", "urls": ["*.txt"]}]},
+        })  # fmt: skip
+        layout = resolve_layout(config, 1)
+        found.append(estimate(config, layout, 0, block=0, rest=0, whole=0).activations)
+    masks = rows * tokens * tokens
+    assert found[0] - found[1] == masks + kept_scores(rows, tokens) * layers
+
+
+def kept_scores(rows: int, tokens: int) -> int:
+    """What torch's operator without a kernel keeps of scores: measured, for it is what a GPU takes with a mask and grouped heads."""
+    heads, groups, size = ODD["heads"], ODD["kv_heads"], ODD["head_dim"]
+    q, k, v = (torch.ones(rows, count, tokens, size, dtype=torch.bfloat16) for count in (heads, groups, groups))
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.numel() == rows * heads * tokens * tokens:
+            kept[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    mask = torch.ones(rows, 1, tokens, tokens, dtype=torch.bool).tril()
+    with sdpa_kernel(SDPBackend.MATH), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        attend = nn.functional.scaled_dot_product_attention
+        out = attend(q.requires_grad_(), k, v, attn_mask=mask, enable_gqa=True)
+    assert out.requires_grad
+    return sum(kept.values())

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from flashckpt.errors import NoCheckpointError
 from flashckpt.storage.factory import open_store
 from flashckpt.trainer.config import RunConfig, from_values
 from flashckpt.trainer.config.model import ModelConfig
@@ -23,6 +24,8 @@ from flashckpt.trainer.hub.root_files import FOLDER, digest_of_files, keep, kept
 from flashckpt.trainer.hub.tokenizer_files import files_of_run
 from flashckpt.trainer.hub.tokenizer_hook import TokenizerHooks
 from flashckpt.trainer.hub.transfer import export_folder, import_folder
+from flashckpt.trainer.model.flops import count_parameters
+from flashckpt.trainer.plan.command import plan
 from flashckpt.trainer.train.hooks import HookedRun
 
 TEXT = [{"kind": "text", "urls": ["*.txt"]}]
@@ -143,3 +146,13 @@ def test_text_is_made_of_a_root_alone(root: Path, monkeypatch: Any) -> None:
         assert subject.codec.encode("the", MODEL.vocab) == [0]
     finally:
         subject.weights.close()
+
+
+def test_a_plan_of_a_root_alone_is_of_the_run_that_it_holds(root: Path, capfd: Any) -> None:
+    words = ["--gpus", "1", "--gpu", "h100", "--json", "--checkpoint.root", str(root)]
+    assert plan([*words, "--train.micro_batch", "4"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert found["model"]["parameters"] == count_parameters(MODEL)
+    assert found["layout"]["micro_batch"] == 4
+    with pytest.raises(NoCheckpointError):
+        plan([*words[:-1], str(root / "nowhere")])

@@ -14,7 +14,7 @@ from flashckpt.trainer.config import from_values
 from flashckpt.trainer.config.changes import compare, recorded_values
 from flashckpt.trainer.parallel.groups import refuse_check
 from flashckpt.trainer.parallel.layout import expert_dimension, resolve_layout
-from flashckpt.trainer.parallel.switches import with_precision
+from flashckpt.trainer.parallel.switches import on_device
 from flashckpt.trainer.train.scaler import FIRST, GROW_AFTER, LossScaler
 
 GROUPS = {"dp_replicate": 2, "dp_shard": 1, "sync_every": 4}
@@ -173,9 +173,34 @@ def test_whole_experts_are_cut_where_they_divide_and_else_rows_of_each() -> None
 
 def test_auto_is_bfloat16_on_a_gpu_and_float32_elsewhere() -> None:
     run = from_values({})
-    assert with_precision(run, "cuda").train.precision == "bfloat16"
-    assert with_precision(run, "cpu").train.precision == "float32"
-    assert with_precision(from_values({"train": {"precision": "float32"}}), "cuda").train.precision == "float32"
+    assert on_device(run, "cuda").train.precision == "bfloat16"
+    assert on_device(run, "cpu").train.precision == "float32"
+    assert on_device(from_values({"train": {"precision": "float32"}}), "cuda").train.precision == "float32"
+
+
+DOCUMENTS = {"sources": [{"kind": "text", "urls": ["*.txt"]}]}
+
+
+@pytest.mark.parametrize(
+    ("device", "sections", "wanted"),
+    [
+        ("cuda", {"data": DOCUMENTS}, "flex"),
+        ("cuda", {"model": {"window": 8}}, "flex"),
+        ("cuda", {"parallel": {"cp": 2}}, "flex"),
+        ("cuda", {}, "sdpa"),  # causal alone: its kernel takes grouped heads
+        ("cuda", {"data": DOCUMENTS, "model": {"kv_heads": 8}}, "sdpa"),  # with a mask it takes others
+        ("cuda", {"data": {**DOCUMENTS, "document_mask": False}}, "sdpa"),
+        ("cuda", {"parallel": {"cp": 2, "cp_exchange": "ring"}}, "sdpa"),
+        ("cuda", {"data": DOCUMENTS, "train": {"attention": "sdpa"}}, "sdpa"),
+        ("cpu", {"data": DOCUMENTS}, "sdpa"),
+        ("xpu", {"data": DOCUMENTS}, "sdpa"),
+    ],
+)
+def test_attention_is_flex_on_a_gpu_where_torchs_own_would_keep_scores(
+    device: str, sections: dict[str, Any], wanted: str
+) -> None:
+    model = {"heads": 8, "kv_heads": 2, **sections.get("model", {})}
+    assert on_device(from_values({**sections, "model": model}), device).train.attention == wanted
 
 
 def test_the_scaler_halves_on_overflow_and_doubles_after_steps_without() -> None:
