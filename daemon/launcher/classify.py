@@ -244,7 +244,10 @@ def _of_wait(accounts: Mapping[int, NodeAccount], *, is_hang: bool, echoes: Sequ
 
 def _of_all(ranks: Sequence[RankAccount]) -> Origin:
     """Return the place of a hang in which no rank differs from the others."""
-    words = sorted({rank.doing for rank in ranks if rank.doing} - {said.LOST, said.TIMEOUT}) or ["a collective"]
+    silent = [rank.rank for rank in ranks if _is_quiet(rank) and not rank.is_echo]
+    words = sorted({rank.doing for rank in ranks if not _is_quiet(rank)} - {said.LOST, said.TIMEOUT}) or [
+        "a collective"
+    ]
     if len(set(words) & said.COLLECTIVES) > 1:
         return Origin(
             kind="hang",
@@ -252,21 +255,27 @@ def _of_all(ranks: Sequence[RankAccount]) -> Origin:
             what=f"the ranks wait for one another in different collectives: {', '.join(words)}",
         )
     category = "network" if set(words) <= said.WAITS | {"a collective"} else "script"
-    silent = [rank.rank for rank in ranks if not rank.doing and not rank.is_echo]
     where = f"what rank {in_ranges(silent)} did is not known" if silent else "though all ranks are in it"
     return Origin(kind="hang", category=category, what=f"{', '.join(words)} never returned, {where}")
+
+
+def _is_quiet(rank: RankAccount) -> bool:
+    return not rank.doing or rank.doing.startswith(said.NO_CODE)
 
 
 def _outsider(ranks: Sequence[tuple[NodeAccount, RankAccount]]) -> tuple[NodeAccount, RankAccount] | None:
     """Return the rank that did something else than wait: one that is stopped, else one outside, else the one a step behind.
 
-    One that gave no stack may have been too busy for it: it is outside only where no other one is.
+    One that gave no stack may have been too busy for it: it is outside only where no other one is, and where it is the only one.
     """
     seen = [(node, rank) for node, rank in ranks if rank.doing and rank.code is None]
     if stopped := [one for one in seen if one[1].doing in (said.STOPPED, said.DISK)]:
         return stopped[0]
     outside = [one for one in seen if one[1].doing not in said.WAITS]
-    outside = [one for one in outside if not one[1].doing.startswith(said.NO_CODE)] or outside
+    quiet = [one for one in outside if one[1].doing.startswith(said.NO_CODE)]
+    outside = [one for one in outside if one not in quiet] or quiet
+    if len(quiet) > 1 and outside is quiet:
+        return None
     if outside and (len(outside) < len(ranks) or len(ranks) == 1):
         return min(outside, key=lambda one: one[1].step)
     named = [(node, rank) for node, rank in ranks if node.kind == said.HANG and rank.rank == node.first]

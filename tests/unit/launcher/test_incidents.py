@@ -186,6 +186,14 @@ def test_a_rank_that_was_too_busy_to_give_its_stack_is_not_blamed_where_another_
     assert (found.rank, found.host) == (0, "h0")
 
 
+def test_of_two_ranks_without_a_stack_none_is_blamed() -> None:
+    """Both may have been too busy for it: which one the others wait for is not known."""
+    busy = node(0, rank(0, step=119, kernel="state R (running)"), rank(1, stack=ALL_REDUCE), kind=said.HANG, first=0)
+    found = verdict(busy, node(1, rank(2, stack=ALL_REDUCE), rank(3, kernel="state S (sleeping)"), kind=said.LEFT))
+    assert found.verdict == "network: all_reduce never returned, what rank 0,3 did is not known -> restart"
+    assert found.rank == -1
+
+
 def test_all_ranks_are_only_said_to_be_in_a_collective_where_that_is_known_of_all() -> None:
     found = verdict(node(0, rank(0, stack=ALL_REDUCE), kind=said.HANG), node(1, rank(1), kind=said.LEFT))
     assert found.verdict == "network: all_reduce never returned, what rank 1 did is not known -> restart"
