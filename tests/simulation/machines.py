@@ -119,6 +119,7 @@ class Node:
             return
         job = self.job
         process = self.persister = job.process(f"persister {self.name}", self.index)
+        process.on_death.append(job.rules.persister_died)
         process.on_death.append(lambda: job.later(1.0 + job.random.random() * 2, self.ensure_persister))
         job.clock.scheduler.spawn(process, lambda: self._persist(process), delay_s=0.2 + job.random.random())
 

@@ -373,6 +373,8 @@ def draw(seed: int, **fixed: object) -> tuple[Setup, list[Fault]]:
     if Random(f"{seed} spares").random() < 0.25:
         values["spares"] = nodes
     values |= fixed
+    if nodes > 1 and Random(f"{seed} replicas").random() < 0.25:
+        values |= {"replicate": 1, "slots": 3 + seed % 2}
     setup = Setup(**values)  # type: ignore[arg-type]
     kinds = random.sample(sorted(KINDS), random.choice((1, 2, 3, 5, 8)))
     count = random.choice((1, 3, 8, 20))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from flashckpt.checkpoint.generations import decode_claim
 from flashckpt.checkpoint.root_records import TOMBSTONE, parse_prefix, prefix_of
 from flashckpt.core.digest import digest, mark_of
 from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest import decode_manifest
-from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.core.snapshot_id import NOTHING, SnapshotId
 from flashckpt.errors import FlashckptError
 from simulation import memory
 from simulation.clock import CLOCK
@@ -63,6 +63,10 @@ class Rules:
         self.kept: set[SnapshotId] = set()
         self._bad: dict[str, int] = {}  # states in which numbers are NaN: of all ranks, or of that one alone
         self._buried: set[SnapshotId] = set()  # by the product
+        self._everywhere, self._promised = (
+            NOTHING,
+            cast("SnapshotId | None", None),
+        )  # with replicas; until one of them is lost
         self._removed_s: dict[SnapshotId, float] = {}  # when a person removed it
 
     # -- lineage ---------------------------------------------------------------------------------------------
@@ -79,6 +83,7 @@ class Rules:
             self._claimed_s.setdefault(record.number, CLOCK.scheduler.now)
         self.parents.setdefault(record.number, record.parent)
         if starts:
+            self._promised, self._everywhere = None, SnapshotId(record.number, -1)
             self.parents = self._ancestors(record.number, mark)
         self._best = self.best()
 
@@ -142,11 +147,17 @@ class Rules:
     def best_for(self, folders: set[str] | None, *, prefers_clean: bool = False) -> State | None:
         """Return the newest, or the newest clean one, that can be proved with the memory of some machines alone."""
         holders: dict[State, set[int]] = defaultdict(set)
+        own = set[State]()  # some rank's own memory holds it: what all ranks hold alike is in no replica
         for text, ids in self._held.items():
-            if folders is None or text.rpartition("/")[0] in folders:
+            if folders is None or text.rpartition("/")[0].removesuffix("/replicas") in folders:
+                own |= ids if "/replicas/" not in text else set()
                 for one in ids:
                     holders[one].add(int(text.rpartition("/")[2][1:6]))
-        found = [one for one, ranks in holders.items() if len(ranks) == self.truth[one][1] and self._counts(one)]
+        found = [
+            one
+            for one, ranks in holders.items()
+            if len(ranks) == self.truth[one][1] and one in own and self._counts(one)
+        ]
         bounds = self.line(max(self.parents, default=0), self.parents)
         alive = [
             one
@@ -210,7 +221,23 @@ class Rules:
         """A machine is gone: nobody promised what was there alone."""
         self._held = {text: ids for text, ids in self._held.items() if not text.startswith(prefix)}
         self._segments = Counter(one for ids in self._held.values() for one in ids)
-        self._best = self.best()
+        self._best = found = self.best()
+        promised, self._promised = self._promised, None
+        if promised is not None and (found is None or found.identity < promised):
+            raise Violation(
+                "what was everywhere outlives a node", f"{promised} was, and {found and found.identity} is left"
+            )
+
+    def replicated(self, identity: SnapshotId | None) -> None:
+        """A persister says that the partners of all nodes hold a snapshot of the generation that runs."""
+        if identity is not None and self.job.ranks and identity.generation == self.job.ranks[0].record.number:
+            self.job.counts["replicated"] += identity > self._everywhere
+            if identity > self._everywhere:
+                self._everywhere = self._promised = identity
+
+    def persister_died(self) -> None:
+        """What it pinned may be overwritten: nothing is promised until something newer is everywhere."""
+        self._promised = None
 
     # -- storage ---------------------------------------------------------------------------------------------
 
