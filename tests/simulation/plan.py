@@ -374,7 +374,7 @@ def draw(seed: int, kinds: Sequence[str] = (), **fixed: object) -> tuple[Setup, 
         values["spares"] = nodes
     values |= fixed
     if nodes > 1 and Random(f"{seed} replicas").random() < 0.25:
-        values |= {"replicate": 1, "slots": 3 + seed % 2}
+        values |= {"replicate": 1 + seed // 2 % 2, "slots": 3 + seed % 2}
     setup = Setup(**values)  # type: ignore[arg-type]
     kinds = list(kinds) or random.sample(sorted(KINDS), random.choice((1, 2, 3, 5, 8)))
     count = random.choice((1, 3, 8, 20))
