@@ -195,9 +195,8 @@ def _forgotten_pins(node: Node) -> list[SnapshotId]:
     used = {machine.candidate, None if machine.persist is None else machine.persist.intent.identity}
     sought, there = daemon.persisting._seeker._held, node.directory.segments()
     is_there = any(h.identity == sought and h.is_complete for path in there for h in Segment.attach(path).headers())
-    return sorted(
-        [one for one in daemon.persisting._pins if one not in used] + [sought] * (sought is not None and not is_there)
-    )
+    forgotten = [one for one in daemon.persisting._pins if one not in used]
+    return sorted(forgotten if sought is None or is_there else [*forgotten, sought])
 
 
 def _leaks(job: Job) -> None:
