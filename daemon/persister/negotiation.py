@@ -343,7 +343,7 @@ class Negotiation:
                 continue
             # the claim, once; whoever may be fenced since then finds it before a commit, and nothing counts earlier
             if self._fenced != tick.generation.number:
-                yield p.CheckFence()  # also before an intent is abandoned: it may be of others, who went on without this node
+                yield p.CheckFence()  # also before an intent is abandoned: it may be of others, who continued without this node
                 self._fenced = tick.generation.number
             if not is_rolled_back(intent.identity, [tick.generation]):
                 return (yield from self._join(tick.node, intent))

@@ -14,6 +14,7 @@ from flashckpt.daemon.launcher.rounds import FreshStoreRendezvous, UnitRounds
 from flashckpt.shm import agent_folder
 from simulation.clock import CLOCK, Process
 from simulation.machines import Node
+from simulation.rules import Violation
 
 
 class Agents:
@@ -24,7 +25,7 @@ class Agents:
 
     def begin(self, node: Node) -> None:
         """An agent starts on a node."""
-        node.budget, node.steps = Budget(None), _steps()
+        node.budget, node.steps, node.failures = Budget(None), _steps(), 0
         stores: Any = FreshStoreRendezvous.__new__(FreshStoreRendezvous)
         stores._number, node.stores = -1, stores
 
@@ -45,6 +46,9 @@ class Agents:
         steps._settings = SimpleNamespace(min_nodes=wanted, max_nodes=wanted, run_id="job")
         steps._mark_rendezvous_complete()
         used = [names[name] for name in sorted(state.participants, key=lambda name: state.participants[name])]
+        left = [node.name for node in nodes if node.steps.has_trained and node not in used]
+        if left and not all(node.steps.has_trained for node in used):
+            raise Violation("who holds memory is not left out", f"{left}")
         for node in used:
             node.steps.has_trained = True
             node.stores.note_round(state.round)
@@ -60,6 +64,10 @@ class Agents:
         verdicts: list[RestartDecision] = [
             node.budget.spend(fingerprint="", step=step, ran_s=ran_s, may_pass=may_pass) for node in nodes
         ]
+        for node, verdict in zip(nodes, verdicts, strict=True):
+            node.failures += 1
+            if not verdict.restart and node.failures <= node.budget.limit:
+                raise Violation("a job that may restart does", f"{node.name} gave up after {node.failures} failures")
         return min(verdicts, key=lambda verdict: (verdict.restart, -verdict.pause_s))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from flashckpt.core.lineage import BEGINNING
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.shm.job_directory import JobConfig
-from simulation import memory, seams
+from simulation import memory, replicas, seams
 from simulation.agents import Agents
 from simulation.clock import CLOCK, Killed, Process, Scheduler
 from simulation.machines import Node, Rank
@@ -33,6 +33,7 @@ class Setup:
     Attributes:
         nodes, per_node, spares: Of the job, and machines beyond it.
         slots: Per rank.
+        replicate: Nodes that keep replicas of each.
         step_s: Seconds of a step; each is a snapshot step.
         persist_every: Steps.
         persist_s: Least seconds between two persists.
@@ -47,6 +48,7 @@ class Setup:
     per_node: int = 1
     spares: int = 1
     slots: int = 3
+    replicate: int = 0
     step_s: float = 5.0
     persist_every: int = 6
     persist_s: int = 0
@@ -76,6 +78,7 @@ class Job:
         CLOCK.scheduler, CLOCK.offset_s = Scheduler(), {}
         memory.reset()
         seams.forget()
+        replicas.forget(self)
         wakers.clear()
         self.random = Random(f"{seed} job")
         self.bucket = Bucket(Random(f"{seed} storage"), setup.latency_s)
@@ -298,6 +301,8 @@ class Job:
                 rank.process,
                 partial(rank.begin_life, record, found.chain, found.data, restored, superseded, self.setup.per_node),
             )
+        if self.setup.replicate and len(self.firsts) > 1:
+            replicas.write_session(self, ranks, record, restored, superseded)
         self.later(self.setup.step_s, lambda: self._train(ranks, number))
 
     def write_config(self, ranks: list[Rank]) -> None:
@@ -307,7 +312,7 @@ class Job:
                 config = JobConfig(
                     job="job", root="sim://root", keep_last=self.setup.keep_last, keep_every=self.setup.keep_every,
                     persist_every=self.setup.persist_every, persist_s=self.setup.persist_s, world_size=len(ranks), node_count=self.wanted,
-                    node=rank.node.index,
+                    node=rank.node.index, replicate=self.setup.replicate, replica_address=rank.node.name,
                 )  # fmt: skip
                 directory = rank.node.directory
                 CLOCK.scheduler.call_as(rank.process, partial(directory.write_config, config))

@@ -52,6 +52,7 @@ class Node:
         restart: Starts under this agent.
         agents: How many agents have run here.
         budget, steps, stores: What its agent decides with.
+        failures: Of worker groups, that its agent has seen.
         persister: The daemon's process; None where none runs.
         relay: Of the first rank here.
     """
@@ -66,6 +67,7 @@ class Node:
     budget: Any = None
     steps: Any = None
     stores: Any = None
+    failures: int = 0
     slowness: float = 1.0
     persister: Process | None = None
     daemon: Daemon | None = None
@@ -119,6 +121,7 @@ class Node:
             return
         job = self.job
         process = self.persister = job.process(f"persister {self.name}", self.index)
+        process.on_death.append(job.rules.persister_died)
         process.on_death.append(lambda: job.later(1.0 + job.random.random() * 2, self.ensure_persister))
         job.clock.scheduler.spawn(process, lambda: self._persist(process), delay_s=0.2 + job.random.random())
 

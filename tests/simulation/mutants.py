@@ -31,6 +31,7 @@ class Mutant:
     after: str
 
 
+_R = "extras/replicas"
 _P, _C, _S, _L = "daemon/persister", "flashckpt/checkpoint", "flashckpt/shm", "flashckpt/planning"
 MUTANTS = [
     # slots
@@ -224,6 +225,25 @@ MUTANTS = [
     Mutant("segments in use are retired", f"{_P}/retire.py",
            "all(held.header.generation < record.number and held.header.identity < newest for held in group)",
            "all(held.header.identity <= newest for held in group)"),
+    # what the simulation found first
+    Mutant("what a restore emptied stays held", f"{_P}/seeker.py",
+           "if not is_to_come:", "if seen is None or seen.holders(self._held):"),
+    Mutant("a proposal is numbered by a listing that lags", f"{_C}/intents.py",
+           "1 + max([last, *map(_number, before)])", "1 + max([-1, *map(_number, before)])"),
+    Mutant("an intent of others is abandoned without a look at the fence", f"{_P}/negotiation.py",
+           "if self._fenced != tick.generation.number:",
+           "if self._fenced != tick.generation.number and not is_rolled_back(intent.identity, [tick.generation]):"),
+    # replicas
+    Mutant("replica: of another run", f"{_R}/slots.py", "return header.is_complete and not is_other", "return header.is_complete"),
+    Mutant("replica: what is kept gives way", f"{_R}/slots.py",
+           "newer = {i for i in complete if self.identity is None or i > self.identity}", "newer = set(complete)"),
+    Mutant("replica: complete before all of it is there", f"{_R}/slots.py",
+           '        if not self.arrived.all():\n            return False\n        crash_point("replica.before-complete")\n', ""),
+    Mutant("replica: what some nodes hold is everywhere", f"{_R}/replica_rounds.py",
+           "return set.intersection(*map(set, found))", "return set.union(*map(set, found))"),
+    Mutant("replica: held by some partner", f"{_R}/round_memory.py",
+           "found = set.intersection(*(set(partner.holds or ()) for partner in partners))",
+           "found = set.union(*(set(one) for one in [i for i in (partner.holds for partner in partners) if i] or [()]))"),
     Mutant("the status says what is only decided", f"{_P}/service.py",
            "            committed=persisting.committed,\n", "            committed=persisting.committed and persisting.floor,\n"),
 ]  # fmt: skip
@@ -231,15 +251,41 @@ MUTANTS = [
 
 DEFENDED = {
     "a pin is not checked again under its lock": "what is read from it is compared with manifest and digests",
-    "abandoned intents are waited for": "the patience of the node that commits ends it",
-    "the floor does not rise with a commit": "MANIFEST is found, and nothing is written",
     "agreement: urgent takes what one node holds": "the nodes that lack it abandon the intent",
+    "agreement: part of the world is enough": "the same: all ranks are its writers",
+    "an intent of a rolled-back lineage is joined": "its slots are emptied, and it is looked at again before the commit",
+    "a dead relay is believed for ever": "without a decision the root is asked after 5 s",
+    "a rank that has not published counts": "what it holds is empty until then, so that nothing is common",
+    "rolled-back snapshots are acknowledged": "their slots are emptied before a rank publishes",
+    "the header says WRITING in neither copy": "what is common is never written over, and all that is read is compared with digests",
     "the lease is not waited for": "MANIFEST is created once, whoever tries",
+    "commit without all indexes": "the commit reads every index, and fails without one",
+    "a failed write counts as finished": "its index is missing: the intent is given up, and a newer snapshot is persisted",
+    "a digest is not checked while packs are written": "what is pinned is not overwritten",
+    "a snapshot that was overwritten is persisted": "the same",
 }
 """Planted bugs that something else in the product makes harmless, so that no rule can see them: what that is."""
+OFTEN: dict[str, tuple[str, ...]] = {
+    "suspect": ("poison", "kill rank", "lose node"),
+    "what was restored": ("lose node", "kill rank", "cut from root"),
+    "rolled back: ": ("roll back", "kill rank", "lose node", "poison"),
+    "a round that was missed": ("kill agent", "kill rank", "cut from root", "restart node"),
+    "a candidate is not unpinned": ("storage is gone", "storage refuses", "cut from root"),
+    "slots are not looked at": ("storage is slow", "kill persister"),
+    "commit is reported": ("storage forgets", "pause persister", "kill persister at a point"),
+    "other writers are": ("lose node", "lose node for good", "kill persister at a point"),
+    "overtaken claims": ("others take over", "kill rank"),
+    "attempts before a pause": ("operator truncates", "storage is gone", "operator damages"),
+    "MANIFEST is written over": ("pause persister", "storage forgets", "storage lies", "kill persister at a point"),
+    "packs are not looked at": ("operator damages", "operator deletes", "slow node", "pause persister"),
+    "replica: ": ("lose node", "kill persister", "cut between nodes", "kill rank"),
+    "keep mark": ("keep mark", "kill rank"),
+}
+"""Faults that a bug whose name contains this has to do with: others are left out of its seeds."""
 BUSY: dict[str, object] = {"step_s": 1.0, "persist_every": 2, "faults_s": 40.0}
 """A job in which much happens in little time: many seeds of it are run sooner than one long one."""
 LONGER = BUSY | {"faults_s": 150.0}
+REPLICATED: dict[str, object] = {"nodes": 3, "per_node": 1, "slots": 4, "replicate": 2}
 
 
 def mutated(mutant: Mutant) -> str:
@@ -271,9 +317,12 @@ def hunt(mutant: Mutant, seeds: int, seconds: float) -> str:
     from simulation.seeds import SEEDS
 
     end = time.process_time() + seconds
-    new = ((str(seed), (seed, *draw(seed, **(BUSY if seed % 2 else LONGER)))) for seed in range(1, seeds + 1))
-    known = [(f"named {at}", (one.seed, one.setup, one.faults)) for at, one in enumerate(SEEDS, start=1)]
-    for name, story in chain(known, new):
+    often = next((kinds for word, kinds in OFTEN.items() if word in mutant.name), ())
+    fixed = REPLICATED if often in (OFTEN["replica: "], OFTEN["what was restored"]) else {}
+    kinds = (LONGER | fixed, BUSY | fixed)
+    new = ((str(seed), (seed, *draw(seed, often, **kinds[seed % 2]))) for seed in range(1, seeds + 1))
+    known = ((f"named {at}", (one.seed, one.setup, one.faults)) for at, one in enumerate(SEEDS, start=1))
+    for name, story in chain(new, known) if often else chain(known, new):
         try:
             outcome = simulate(*story)
         except BaseException as error:  # noqa: BLE001 -- a crash of the product's loop is a find, too

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -352,8 +352,8 @@ KINDS: dict[str, Callable[[Job, int, float], None]] = {
 }
 
 
-def draw(seed: int, **fixed: object) -> tuple[Setup, list[Fault]]:
-    """Return the setup and the faults of a seed: few kinds in each, so that rare ones meet often."""
+def draw(seed: int, kinds: Sequence[str] = (), **fixed: object) -> tuple[Setup, list[Fault]]:
+    """Return the setup and the faults of a seed: few kinds in each, so that rare ones meet often; with `kinds` these."""
     random = Random(f"{seed} plan")
     nodes = random.choice((1, 1, 2, 2, 3, 4))
     values: dict[str, object] = {
@@ -373,8 +373,10 @@ def draw(seed: int, **fixed: object) -> tuple[Setup, list[Fault]]:
     if Random(f"{seed} spares").random() < 0.25:
         values["spares"] = nodes
     values |= fixed
+    if nodes > 1 and Random(f"{seed} replicas").random() < 0.25:
+        values |= {"replicate": 1 + seed // 2 % 2, "slots": 3 + seed % 2}
     setup = Setup(**values)  # type: ignore[arg-type]
-    kinds = random.sample(sorted(KINDS), random.choice((1, 2, 3, 5, 8)))
+    kinds = list(kinds) or random.sample(sorted(KINDS), random.choice((1, 2, 3, 5, 8)))
     count = random.choice((1, 3, 8, 20))
     faults = [
         Fault(random.uniform(0, setup.faults_s), random.choice(kinds), random.randrange(1000), random.random())

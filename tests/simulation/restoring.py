@@ -44,6 +44,10 @@ class RestoreFailed(Exception):  # noqa: N818
     may_pass = False
 
 
+class UncoveredError(DamagedError):
+    """Not all of a state is in the replicas that are left of it."""
+
+
 @dataclass(frozen=True)
 class Restored:
     """What a start began with."""
@@ -154,7 +158,7 @@ class Restore:
                 return candidate, self._read(candidate, inventories), root, found
             except FlashckptError as error:
                 self.job.say("ranks", f"cannot use {candidate.identity}: {str(error).splitlines()[0]}")
-                if candidate.is_common:  # nothing here damages memory
+                if candidate.is_common and not isinstance(error, UncoveredError):  # nothing here damages memory
                     raise Violation("what memory calls whole is whole", f"{candidate.identity}: {error}") from error
                 if candidate.on_root and may_pass(error):
                     raise RestoreFailed("the root does not answer") from error
@@ -175,7 +179,7 @@ class Restore:
             return str(manifest.values["chain"])
 
     def _read_memory(self, candidate: Candidate, inventories: Sequence[Inventory]) -> str:
-        names, chains, held = node_names(inventories), set(), set()
+        names, chains, held, rows = node_names(inventories), set(), set(), set[tuple[str, int]]()
         nodes = {f"{rank.node.name}.{rank.node.life}": rank.node for rank in self.ranks}
         for holder in candidate.holders:
             if holder.rank in held:
@@ -188,9 +192,15 @@ class Restore:
                 whole = bytearray(pin.nbytes)
                 pin.read_into(0, memoryview(whole))
                 self._check(manifest, lambda _, whole=whole: bytes(whole))
+                rows |= {(manifest.table.fqn(row), holder.rank) for row in range(len(manifest.table))}
+                self.job.note("replicas read", manifest.is_part)
                 chains.add(str(manifest.values["chain"]))
                 self._data, self._token = str(manifest.values["data"]), manifest.token
             held.add(holder.rank)
+        if {rank for name, rank in rows if name == "weight"} != {*range(manifest.world_size)}:
+            raise Violation("what memory calls whole is whole", f"{candidate.identity}: {sorted(rows)}")
+        if len(rows) == len(held):
+            raise UncoveredError("replicas alone lack what all ranks hold alike")
         if len(chains) != 1:
             raise Violation("one state per id", f"{candidate.identity} is of {len(chains)} states in memory")
         return chains.pop()
@@ -257,7 +267,8 @@ def _call(rank: Rank, work: Callable[[], object]) -> None:
 
 
 def _pin(node: Node, rank: int, candidate: Candidate) -> Any:
-    for path in node.directory.segments(rank=rank):
+    kept = [path for path in node.directory.replica_segments() if path.name.startswith(f"r{rank:05d}-")]
+    for path in [*node.directory.segments(rank=rank), *kept]:
         with contextlib.suppress(FileNotFoundError), contextlib.closing(Segment.attach(path)) as segment:
             for slot, header in enumerate(segment.headers()):
                 is_its = not candidate.mark or header.mark in (0, candidate.mark)

@@ -10,10 +10,12 @@ from flashckpt.checkpoint.root_records import TOMBSTONE, parse_prefix, prefix_of
 from flashckpt.core.digest import digest, mark_of
 from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest import decode_manifest
-from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.core.snapshot_id import NOTHING, SnapshotId
+from flashckpt.daemon.persister.persist import EARLIER_PATIENCE_S
 from flashckpt.errors import FlashckptError
 from simulation import memory
 from simulation.clock import CLOCK
+from simulation.lineages import Lineages
 from simulation.states import BATCH, SAMPLES, State, bytes_of
 
 if TYPE_CHECKING:
@@ -32,28 +34,22 @@ class Violation(BaseException):  # not an Exception: the product's loops must no
         self.rule = rule
 
 
-class Rules:
+class Rules(Lineages):
     """The truth about one simulation.
 
     Attributes:
         truth: The state and the world of each snapshot that was ever begun.
-        committed: Checkpoints that are on the root now, whole.
         ever: All that ever were.
         kept: What an operator has marked, and was told so.
     """
 
     def __init__(self, job: Job) -> None:
+        super().__init__()
         self.job = job
         self.truth: dict[State, tuple[str, int]] = {}
         self.taken_at: dict[SnapshotId, float] = {}
-        self.committed: dict[SnapshotId, State] = {}
         self.ever: set[SnapshotId] = set()
-        self.parents: dict[int, SnapshotId | None] = {}
-        self.on_root: dict[int, SnapshotId | None] = {}
-        self._begun: dict[int, dict[int, State | None]] = defaultdict(dict)  # by number and mark
-        self._claims: dict[int, int] = {}  # the mark of each claim on the root
         self._claimed_s: dict[int, float] = {}  # when each was
-        self._used: set[tuple[int, int]] = set()  # number and mark of generations that took a snapshot
         self._held: dict[str, frozenset[State]] = {}  # per segment
         self._segments: Counter[State] = Counter()  # how many hold it
         self.folders: set[str] | None = None  # of the machines of the present worker group; what others hold is lost
@@ -63,6 +59,8 @@ class Rules:
         self.kept: set[SnapshotId] = set()
         self._bad: dict[str, int] = {}  # states in which numbers are NaN: of all ranks, or of that one alone
         self._buried: set[SnapshotId] = set()  # by the product
+        self._everywhere = NOTHING  # in the generation that runs, with replicas
+        self._promised: SnapshotId | None = None  # the same, until a node or a persister is lost
         self._removed_s: dict[SnapshotId, float] = {}  # when a person removed it
 
     # -- lineage ---------------------------------------------------------------------------------------------
@@ -79,61 +77,9 @@ class Rules:
             self._claimed_s.setdefault(record.number, CLOCK.scheduler.now)
         self.parents.setdefault(record.number, record.parent)
         if starts:
+            self._promised, self._everywhere = None, SnapshotId(record.number, -1)
             self.parents = self._ancestors(record.number, mark)
         self._best = self.best()
-
-    def _ancestors(self, number: int, mark: int, known: dict[int, int] | None = None) -> dict[int, SnapshotId | None]:
-        """Return what each generation of a line began with; `known`: numbers and marks of those that anybody knows of."""
-        found: dict[int, SnapshotId | None] = {}
-        while number > 0:
-            parent = self._begun[number].get(mark)
-            found[number] = None if parent is None else parent.identity
-            if parent is not None:
-                number, mark = parent.identity.generation, parent.mark
-            else:
-                number -= 1
-                mark = (
-                    self.owner(number) or next(reversed(self._begun[number]), 0)
-                    if known is None
-                    else known.get(number, 0)
-                )
-        return found
-
-    def owner(self, number: int) -> int:
-        """Return the mark of the generation that counts where several have a number: of a claim of which something came; else 0."""
-        mark = self._claims.get(number, 0)
-        is_used = (
-            (number, mark) in self._used
-            or self.on_root.get(number) is not None
-            or any(one.generation == number for one in self.committed)
-        )
-        return mark if is_used else 0
-
-    def may_write(self, record: Generation) -> bool:
-        """Whether the claims on the root leave it to a generation to write there."""
-        mark = mark_of(record.token)
-        return max(self._claims, default=0) <= record.number and self._claims.get(record.number, mark) == mark
-
-    def _counts(self, state: State) -> bool:
-        return self.owner(state.identity.generation) in (0, state.mark)
-
-    def line(self, newest: int, parents: dict[int, SnapshotId | None]) -> dict[int, float]:
-        """Return what survives of each generation from where one stands: the last step."""
-        bounds: dict[int, float] = {}
-        number, step = newest, float("inf")
-        while number > 0:
-            bounds[number] = step
-            parent = parents.get(number)
-            if parent is not None:
-                number, step = parent
-            else:  # it began with nothing, or before anything was known of it: it hides nothing
-                number, step = number - 1, float("inf")
-        return bounds
-
-    def is_on_line(self, identity: SnapshotId, newest: int | None = None) -> bool:
-        """Whether nothing has rolled a snapshot back."""
-        number = max(self.parents, default=0) if newest is None else newest
-        return identity.step <= self.line(number, self.parents).get(identity.generation, -1)
 
     def best(self) -> State | None:
         """Return the newest snapshot that memory or storage can prove, on the line of the newest generation."""
@@ -142,11 +88,17 @@ class Rules:
     def best_for(self, folders: set[str] | None, *, prefers_clean: bool = False) -> State | None:
         """Return the newest, or the newest clean one, that can be proved with the memory of some machines alone."""
         holders: dict[State, set[int]] = defaultdict(set)
+        own = set[State]()  # some rank's own memory holds it: what all ranks hold alike is in no replica
         for text, ids in self._held.items():
-            if folders is None or text.rpartition("/")[0] in folders:
+            if folders is None or text.rpartition("/")[0].removesuffix("/replicas") in folders:
+                own |= ids if "/replicas/" not in text else set()
                 for one in ids:
                     holders[one].add(int(text.rpartition("/")[2][1:6]))
-        found = [one for one, ranks in holders.items() if len(ranks) == self.truth[one][1] and self._counts(one)]
+        found = [
+            one
+            for one, ranks in holders.items()
+            if len(ranks) == self.truth[one][1] and one in own and self._counts(one)
+        ]
         bounds = self.line(max(self.parents, default=0), self.parents)
         alive = [
             one
@@ -210,7 +162,23 @@ class Rules:
         """A machine is gone: nobody promised what was there alone."""
         self._held = {text: ids for text, ids in self._held.items() if not text.startswith(prefix)}
         self._segments = Counter(one for ids in self._held.values() for one in ids)
-        self._best = self.best()
+        self._best = found = self.best()
+        promised, self._promised = self._promised, None
+        if promised is not None and (found is None or found.identity < promised):
+            raise Violation(
+                "what was everywhere outlives a node", f"{promised} was, and {found and found.identity} is left"
+            )
+
+    def replicated(self, identity: SnapshotId | None) -> None:
+        """A persister says that the partners of all nodes hold a snapshot of the generation that runs."""
+        if identity is not None and self.job.ranks and identity.generation == self.job.ranks[0].record.number:
+            self.job.counts["replicated"] += identity > self._everywhere
+            if identity > self._everywhere:
+                self._everywhere = self._promised = identity
+
+    def persister_died(self) -> None:
+        """What it pinned may be overwritten: nothing is promised until something newer is everywhere."""
+        self._promised = None
 
     # -- storage ---------------------------------------------------------------------------------------------
 
@@ -223,6 +191,13 @@ class Rules:
             raise Violation("one claim per number", f"the claim {key} was written over")
         elif folder == "intents" and kind == "put" and before is None:
             self._may_decide(name)
+            begun = self.job.bucket.objects.get(key.removesuffix(".abandoned"))
+            if (
+                after == b"other writers did not finish"
+                and begun
+                and CLOCK.scheduler.now - begun[1] < EARLIER_PATIENCE_S
+            ):
+                raise Violation("a slow node is waited for", f"{name} after {CLOCK.scheduler.now - begun[1]:.0f} s")
         elif folder == "generations" and after is not None:
             self.begins(decode_claim(after, key, "sim"), is_on_root=True)
         elif kind == "delete" and (identity := parse_prefix(folder)) in self.committed and name.startswith("r"):

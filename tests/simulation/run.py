@@ -13,7 +13,7 @@ from flashckpt.daemon.persister.housekeeping import sweep_root
 from flashckpt.errors import FlashckptError
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Segment
-from simulation import memory, seams
+from simulation import memory, replicas, seams
 from simulation.clock import CLOCK, Process
 from simulation.job import Job, Setup
 from simulation.machines import Node
@@ -73,6 +73,7 @@ def prepare() -> None:
         lambda: f"n{CLOCK.scheduler.process.node}" if CLOCK.scheduler.process is not None else "world",
         _draw,
     )
+    replicas.install()
     kind: Any = Segment
     for name in ("_put_header", "_put_both_headers", "remove_names"):
         setattr(kind, name, _watched(getattr(kind, name)))
@@ -81,6 +82,7 @@ def prepare() -> None:
     def write(self: JobDirectory, status: Any) -> None:
         job, process = _current[0], CLOCK.scheduler.process
         job.rules.said(status.committed)
+        job.rules.replicated(status.replicated)
         if process is not None and job.errors.get(process.name, "") != (found := status.error.partition("\n")[0]):
             job.errors[process.name] = found
             job.say(process.name, found or "works again")
@@ -193,9 +195,8 @@ def _forgotten_pins(node: Node) -> list[SnapshotId]:
     used = {machine.candidate, None if machine.persist is None else machine.persist.intent.identity}
     sought, there = daemon.persisting._seeker._held, node.directory.segments()
     is_there = any(h.identity == sought and h.is_complete for path in there for h in Segment.attach(path).headers())
-    return sorted(
-        [one for one in daemon.persisting._pins if one not in used] + [sought] * (sought is not None and not is_there)
-    )
+    forgotten = [one for one in daemon.persisting._pins if one not in used]
+    return sorted(forgotten if sought is None or is_there else [*forgotten, sought])
 
 
 def _leaks(job: Job) -> None:
@@ -207,7 +208,7 @@ def _leaks(job: Job) -> None:
             if name.endswith(".seg"):
                 # beside what a rank writes: what is persisted or proposed, and what was found while the root was asked
                 pinned = [byte for byte, holders in file.locks.items() if byte and not all(holders.values())]
-                if len(pinned) > 2:
+                if len(pinned) > 2 + 2 * job.setup.replicate:
                     raise Violation("no pin is held for ever", f"{folder}/{name}: {len(pinned)} slots")
     if extra := [one for node in job.nodes for one in _forgotten_pins(node)]:
         raise Violation("no pin is held for ever", f"{extra}, which nobody persists")

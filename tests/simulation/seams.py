@@ -209,7 +209,7 @@ class _Nothing:
 
 def _persister(host: Callable[[], str]) -> None:
     service, coordinator = _module("daemon.persister.service"), _module("daemon.persister.coordinator")
-    service.Wakeup, service.Extensions, service.SessionHistory = Wakeup, _Nothing, _Nothing
+    service.Wakeup, service.SessionHistory = Wakeup, _Nothing
     service.metrics.Scrapes = _Nothing
     _module("shm.acks").ControlView = lambda path: controls[str(path)]
     service.turn_over = lambda _: None

@@ -89,7 +89,9 @@ def test_a_persister_that_starts_again_proposes_after_what_it_said_before(store:
     assert Proposals().read(store, 1) == [replace(FIRST, pinned=SnapshotId(1, 30))]
 
 
-def test_what_is_proposed_next_counts_where_a_listing_lags_behind(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_proposed_next_counts_where_a_listing_lags_behind(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     writer = Proposals()
     for step in (10, 20):
         writer.publish(store, 1, replace(FIRST, pinned=SnapshotId(1, step)))
