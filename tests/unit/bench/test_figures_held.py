@@ -174,3 +174,10 @@ def test_files_whose_names_differ_in_numbers_are_of_one_kind() -> None:
 def test_the_table_of_savers_counts_what_is_wrong_without_an_error() -> None:
     found = {"steps": ["right", "wrong"], "kills": ["error", "right"], "bits": {"a": "error", "b": "error"}}
     assert program("torn_savers").row("x", found) == "| x | **1 of 2** | 0 of 2, 1 errors | 0 of 2, 2 errors |"
+
+
+def test_savers_that_are_not_measured_again_keep_their_results(tmp_path: Path) -> None:
+    path = tmp_path / "torn.json"
+    assert program("torn_savers").kept(path) == {}
+    path.write_text(json.dumps({"results": {"DLRover": {"steps": ["right"]}}}))
+    assert program("torn_savers").kept(path) == {"DLRover": {"steps": ["right"]}}
