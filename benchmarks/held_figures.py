@@ -211,6 +211,10 @@ FIGURES = (
         published="2026-11-26/gpu-h200-8gb.json", depends="`make gpu` on a GPU",
     ),
     Figure(
+        name="the training of the race", page=MEASURED, words="a training of {0:.1f s} (two ranks", sources=("unbroken_s/loop",),
+        published="2026-11-26/race.json", depends="make race",
+    ),
+    Figure(
         name="first start", page="benchmarks/results/measured.md",
         words="| torch | {0:.2f s~} | {1:.2f~} | 6.95 [6.27-6.98], 2.96 x python | {2:*.2f~}, {3:.2f} x python |",
         sources=("torch/seconds/python", "torch/seconds/torchrun", "torch/seconds/dlrun", "torch/x_python/dlrun"),

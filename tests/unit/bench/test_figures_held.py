@@ -91,6 +91,23 @@ def test_a_figure_holds_where_spreads_meet(here: tuple[float, float, float], wor
     assert verdict((0.70, 0.61, 0.75), here, busy=True) == busy_word
 
 
+def test_every_figure_gets_time_on_a_machine_on_which_none_is_ever_through() -> None:
+    held = program("held")
+    left_s = 1680.0
+    for number in range(10, 0, -1):
+        limit_s = held.share_s(left_s, number)
+        assert limit_s > held.SHORTEST_S
+        left_s -= limit_s
+    assert left_s >= 0
+
+
+def test_the_last_line_says_how_many_figures_say_nothing() -> None:
+    rows = [{"verdict": "holds"}, {"verdict": "not judged: BUSY"}, {"verdict": "not measured"}, {"verdict": "holds"}]
+    counts, advice = program("held").summed(rows).split("\n")
+    assert counts == "2 holds; 1 not judged: BUSY; 1 not measured"
+    assert advice.startswith("2 say nothing")
+
+
 def test_a_quotient_is_as_wide_as_both_of_its_parts() -> None:
     held = program("held_figures")
     one = {"median": 2.0, "min": 1.0, "max": 3.0}
