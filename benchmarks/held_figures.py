@@ -67,7 +67,7 @@ class Said:
         self.ends = ends
 
     def __format__(self, spec: str) -> str:
-        matched = re.fullmatch(r"(\*?)(\.\df)( ?[a-zA-Z%]*)(~?)", spec)
+        matched = re.fullmatch(r"(\*?)(,?\.\df)( ?[a-zA-Z%]*)(~?)", spec)
         if matched is None:
             raise ValueError(f"{spec!r} is no format of a figure")
         bold, digits, unit, spread = matched.groups()
@@ -252,6 +252,33 @@ FIGURES = (
         name="the first batch, not kept", page=OWN, words="| {1:.2f} | {2:.2f~} | {0:.2f~} | {3:.2f} |",
         sources=("plain/seconds/step", "plain/seconds/restart", "plain/seconds/batch", "plain/seconds/resized"),
         published="2026-11-26/first-batch.json", depends="the row above",
+    ),
+    Figure(
+        name="resuming a sampler", page=OWN, words="**{0:.4f s} of CPU, under 1 MB**; torch and torchdata {1:.0f s} and 4.8 GB",
+        sources=("start_up/5/cpu_s", "start_up/15/cpu_s"), published="sampler.json", depends="sampler.py: 5 GB of memory",
+    ),
+    Figure(
+        name="resuming a sampler, in a decision", page="docs/decisions/data.md", words="resuming at 90 % of 10^8 takes {0:.4f s}",
+        sources=("start_up/5/cpu_s",), published="sampler.json", depends="sampler.py: 5 GB of memory",
+    ),
+    *(
+        Figure(
+            name=f"{cost}, by nodes", page="docs/scale.md", words=f"{words} |", sources=tuple(f"cost/{cost}/{n}" for n in (0, 2, 4)),
+            published="scale.json", depends="scale.py counts",
+        )
+        for cost, words in (
+            ("root requests of the job per idle minute, modelled", "per minute, modelled | {0:.1f} | {1:.0f} | {2:,.0f}"),
+            ("the same where no ranks run, modelled", "its memory waits | {0:.0f} | {1:,.0f} | {2:,.0f}"),
+            ("root requests of a commit", "to the root in a commit | {0:.0f} | {1:.0f} | {2:,.0f}"),
+        )
+    ),
+    Figure(
+        name="a commit by tensors per rank", page="docs/scale.md",
+        words="CPU seconds, MB of memory of a commit | {0:.2f}, {1:.0f} (4.2) | {2:.1f}, {3:.0f} (16, 3,300) | {4:.1f}, {5:.0f} |",
+        sources=tuple(
+            f"cost/{ranks} ranks x 2169 rows/{what} of a commit" for ranks in (1024, 4096, 16384) for what in ("CPU s", "peak MB")
+        ),
+        published="2026-11-26/scale-indexes.json", depends="scale_rows.py",
     ),
 )  # fmt: skip
 PRINTED = (

@@ -62,7 +62,13 @@ def test_the_published_race_is_that_of_its_json() -> None:
 
 @pytest.mark.parametrize(
     ("spec", "text"),
-    [(".2f", "0.27"), ("*.2f s~", "**0.27 s** [0.18-0.36]"), (".0f ms", "270 ms"), (".0f%~", "27% [18-36]")],
+    [
+        (".2f", "0.27"),
+        ("*.2f s~", "**0.27 s** [0.18-0.36]"),
+        (".0f ms", "270 ms"),
+        (".0f%~", "27% [18-36]"),
+        (",.0f", "0"),
+    ],
 )
 def test_a_figure_is_said_as_pages_say_it(spec: str, text: str) -> None:
     assert format(program("held_figures").Said((0.27, 0.18, 0.36)), spec) == text
