@@ -135,7 +135,7 @@ def judge(figure: Figure, *, quick: bool, limit_s: float) -> dict[str, Any]:
     return {**row, "here": here, "verdict": word, "others_cores": used, "seconds": time.monotonic() - began}
 
 
-def told(figure: Figure, row: Mapping[str, Any]) -> str:
+def line_about(figure: Figure, row: Mapping[str, Any]) -> str:
     """Return the lines about one figure."""
     host = published_of(figure).get("host", {"cpu": "?", "cores": "?"})
     line = f"{figure.name}: published {text(row['published'])}, {host['cpu']}, {host['cores']} cores; "
@@ -190,7 +190,7 @@ def main() -> int:
     for figure in asked:
         limit_s = share_s(until - time.monotonic(), len(asked) - len(rows))
         rows.append(judge(figure, quick=args.quick, limit_s=limit_s))
-        print(told(figure, rows[-1]), flush=True)
+        print(line_about(figure, rows[-1]), flush=True)
         if args.json:
             args.json.write_text(json.dumps(rows, indent=1) + "\n")
     for name, why in {**{one.name: one.depends for one in FIGURES if not one.program}, **ELSEWHERE}.items():

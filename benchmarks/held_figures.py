@@ -313,4 +313,4 @@ ELSEWHERE = {
     "coordination by nodes": "scale.py: docs/scale.md",
     "seconds from SIGTERM until durable": "eviction.py: docs/operations.md",
 }
-"""Figures with a command of their own."""
+"""Figures with a separate command."""
