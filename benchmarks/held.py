@@ -105,6 +105,19 @@ def stop(program: subprocess.Popen[bytes]) -> None:
     program.wait()
 
 
+def share_s(left_s: float, figures: int) -> float:
+    """Return how long the next of so many figures may take: half more than its share, for most need less."""
+    return min(left_s, 1.5 * left_s / figures)
+
+
+def summed(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the last line: how many figures of each verdict, and what to do about those without one."""
+    counts = Counter(row["verdict"] for row in rows)
+    line = "; ".join(f"{count} {word}" for word, count in counts.most_common())
+    unknown = sum(count for word, count in counts.items() if word.startswith("not "))
+    return f"{line}\n{unknown} say nothing: measure them again when nothing else runs" if unknown else line
+
+
 def judge(figure: Figure, *, quick: bool, limit_s: float) -> dict[str, Any]:
     """Measure one figure; say and return what came of it."""
     published = ratio(published_of(figure)["results"], figure)
@@ -122,7 +135,7 @@ def judge(figure: Figure, *, quick: bool, limit_s: float) -> dict[str, Any]:
     return {**row, "here": here, "verdict": word, "others_cores": used, "seconds": time.monotonic() - began}
 
 
-def told(figure: Figure, row: Mapping[str, Any]) -> str:
+def line_about(figure: Figure, row: Mapping[str, Any]) -> str:
     """Return the lines about one figure."""
     host = published_of(figure).get("host", {"cpu": "?", "cores": "?"})
     line = f"{figure.name}: published {text(row['published'])}, {host['cpu']}, {host['cores']} cores; "
@@ -172,16 +185,17 @@ def main() -> int:
             )
         return bool(wrong)
     same = [is_printed(one) for one in PRINTED] if args.only is None else []
-    rows = []
-    for figure in (figure for figure in again if args.only is None or figure.name in args.only):
-        rows.append(judge(figure, quick=args.quick, limit_s=until - time.monotonic()))
-        print(told(figure, rows[-1]), flush=True)
+    asked = [figure for figure in again if args.only is None or figure.name in args.only]
+    rows: list[dict[str, Any]] = []
+    for figure in asked:
+        limit_s = share_s(until - time.monotonic(), len(asked) - len(rows))
+        rows.append(judge(figure, quick=args.quick, limit_s=limit_s))
+        print(line_about(figure, rows[-1]), flush=True)
         if args.json:
             args.json.write_text(json.dumps(rows, indent=1) + "\n")
     for name, why in {**{one.name: one.depends for one in FIGURES if not one.program}, **ELSEWHERE}.items():
         print(f"{name}: not measured here ({why})", flush=True)
-    counts = Counter(row["verdict"] for row in rows)
-    print("; ".join(f"{count} {word}" for word, count in counts.most_common()), flush=True)
+    print(summed(rows), flush=True)
     return int(bool(wrong) or not all(same))
 
 

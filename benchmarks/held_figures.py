@@ -67,7 +67,7 @@ class Said:
         self.ends = ends
 
     def __format__(self, spec: str) -> str:
-        matched = re.fullmatch(r"(\*?)(\.\df)( ?[a-zA-Z%]*)(~?)", spec)
+        matched = re.fullmatch(r"(\*?)(,?\.\df)( ?[a-zA-Z%]*)(~?)", spec)
         if matched is None:
             raise ValueError(f"{spec!r} is no format of a figure")
         bold, digits, unit, spread = matched.groups()
@@ -211,6 +211,10 @@ FIGURES = (
         published="2026-11-26/gpu-h200-8gb.json", depends="`make gpu` on a GPU",
     ),
     Figure(
+        name="the training of the race", page=MEASURED, words="a training of {0:.1f s} (two ranks", sources=("unbroken_s/loop",),
+        published="2026-11-26/race.json", depends="make race",
+    ),
+    Figure(
         name="first start", page="benchmarks/results/measured.md",
         words="| torch | {0:.2f s~} | {1:.2f~} | 6.95 [6.27-6.98], 2.96 x python | {2:*.2f~}, {3:.2f} x python |",
         sources=("torch/seconds/python", "torch/seconds/torchrun", "torch/seconds/dlrun", "torch/x_python/dlrun"),
@@ -249,6 +253,33 @@ FIGURES = (
         sources=("plain/seconds/step", "plain/seconds/restart", "plain/seconds/batch", "plain/seconds/resized"),
         published="2026-11-26/first-batch.json", depends="the row above",
     ),
+    Figure(
+        name="resuming a sampler", page=OWN, words="**{0:.4f s} of CPU, under 1 MB**; torch and torchdata {1:.0f s} and 4.8 GB",
+        sources=("start_up/5/cpu_s", "start_up/15/cpu_s"), published="sampler.json", depends="sampler.py: 5 GB of memory",
+    ),
+    Figure(
+        name="resuming a sampler, in a decision", page="docs/decisions/data.md", words="resuming at 90 % of 10^8 takes {0:.4f s}",
+        sources=("start_up/5/cpu_s",), published="sampler.json", depends="sampler.py: 5 GB of memory",
+    ),
+    *(
+        Figure(
+            name=f"{cost}, by nodes", page="docs/scale.md", words=f"{words} |", sources=tuple(f"cost/{cost}/{n}" for n in (0, 2, 4)),
+            published="scale.json", depends="scale.py counts",
+        )
+        for cost, words in (
+            ("root requests of the job per idle minute, modelled", "per minute, modelled | {0:.1f} | {1:.0f} | {2:,.0f}"),
+            ("the same where no ranks run, modelled", "its memory waits | {0:.0f} | {1:,.0f} | {2:,.0f}"),
+            ("root requests of a commit", "to the root in a commit | {0:.0f} | {1:.0f} | {2:,.0f}"),
+        )
+    ),
+    Figure(
+        name="a commit by tensors per rank", page="docs/scale.md",
+        words="CPU seconds, MB of memory of a commit | {0:.2f}, {1:.0f} (4.2) | {2:.1f}, {3:.0f} (16, 3,300) | {4:.1f}, {5:.0f} |",
+        sources=tuple(
+            f"cost/{ranks} ranks x 2169 rows/{what} of a commit" for ranks in (1024, 4096, 16384) for what in ("CPU s", "peak MB")
+        ),
+        published="2026-11-26/scale-indexes.json", depends="scale_rows.py",
+    ),
 )  # fmt: skip
 PRINTED = (
     Printed(
@@ -282,4 +313,4 @@ ELSEWHERE = {
     "coordination by nodes": "scale.py: docs/scale.md",
     "seconds from SIGTERM until durable": "eviction.py: docs/operations.md",
 }
-"""Figures with a command of their own."""
+"""Figures with a separate command."""

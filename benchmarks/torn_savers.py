@@ -99,7 +99,7 @@ class Trial:
         self.host()
 
     def host(self) -> None:
-        """Give it a memory of its own, empty, and the agent that a process of DLRover's waits for."""
+        """Give it a separate memory, empty, and the agent that a process of DLRover's waits for."""
         self.run = f"torn{os.getpid()}x{time.time_ns() % 10**6}"
         self.env = {"FLASHCKPT_SHM_DIR": str(self.folder / "shm"), **ENV}
         if self.saver.name == "DLRover":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 Span = tuple[float, float]
 APART_S = 4.0
@@ -30,6 +30,9 @@ class Lane(Protocol):
         """Return when it did something."""
 
 
+L = TypeVar("L", bound=Lane)
+
+
 def drive(lanes: Sequence[Lane], clock: Callable[[], float] = time.monotonic, nap: Callable[[float], None] = time.sleep) -> None:  # fmt: skip
     """Run all to their ends; one begins where all that have begun wait, and will for longer than it needs to wait too."""
     left, active, begun = list(lanes), [], []  # type: tuple[list[Lane], list[Lane], list[Lane]]
@@ -53,7 +56,7 @@ def has_room(active: Sequence[Lane], begun: Sequence[Lane], now: float) -> bool:
     return all(lane.waits_until() > now + needs_s for lane in active) and now > newest + APART_S
 
 
-def disturbed(lanes: Sequence[Lane]) -> list[Lane]:
+def disturbed(lanes: Sequence[L]) -> list[L]:
     """Return those that worked while another one did: their times are not their own."""
     return [
         lane

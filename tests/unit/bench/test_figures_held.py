@@ -62,7 +62,13 @@ def test_the_published_race_is_that_of_its_json() -> None:
 
 @pytest.mark.parametrize(
     ("spec", "text"),
-    [(".2f", "0.27"), ("*.2f s~", "**0.27 s** [0.18-0.36]"), (".0f ms", "270 ms"), (".0f%~", "27% [18-36]")],
+    [
+        (".2f", "0.27"),
+        ("*.2f s~", "**0.27 s** [0.18-0.36]"),
+        (".0f ms", "270 ms"),
+        (".0f%~", "27% [18-36]"),
+        (",.0f", "0"),
+    ],
 )
 def test_a_figure_is_said_as_pages_say_it(spec: str, text: str) -> None:
     assert format(program("held_figures").Said((0.27, 0.18, 0.36)), spec) == text
@@ -89,6 +95,23 @@ def test_a_figure_holds_where_spreads_meet(here: tuple[float, float, float], wor
     verdict = program("held").verdict
     assert verdict((0.70, 0.61, 0.75), here) == word
     assert verdict((0.70, 0.61, 0.75), here, busy=True) == busy_word
+
+
+def test_every_figure_gets_time_on_a_machine_on_which_none_is_ever_through() -> None:
+    held = program("held")
+    left_s = 1680.0
+    for number in range(10, 0, -1):
+        limit_s = held.share_s(left_s, number)
+        assert limit_s > held.SHORTEST_S
+        left_s -= limit_s
+    assert left_s >= 0
+
+
+def test_the_last_line_says_how_many_figures_say_nothing() -> None:
+    rows = [{"verdict": "holds"}, {"verdict": "not judged: BUSY"}, {"verdict": "not measured"}, {"verdict": "holds"}]
+    counts, advice = program("held").summed(rows).split("\n")
+    assert counts == "2 holds; 1 not judged: BUSY; 1 not measured"
+    assert advice.startswith("2 say nothing")
 
 
 def test_a_quotient_is_as_wide_as_both_of_its_parts() -> None:
@@ -174,3 +197,10 @@ def test_files_whose_names_differ_in_numbers_are_of_one_kind() -> None:
 def test_the_table_of_savers_counts_what_is_wrong_without_an_error() -> None:
     found = {"steps": ["right", "wrong"], "kills": ["error", "right"], "bits": {"a": "error", "b": "error"}}
     assert program("torn_savers").row("x", found) == "| x | **1 of 2** | 0 of 2, 1 errors | 0 of 2, 2 errors |"
+
+
+def test_savers_that_are_not_measured_again_keep_their_results(tmp_path: Path) -> None:
+    path = tmp_path / "torn.json"
+    assert program("torn_savers").kept(path) == {}
+    path.write_text(json.dumps({"results": {"DLRover": {"steps": ["right"]}}}))
+    assert program("torn_savers").kept(path) == {"DLRover": {"steps": ["right"]}}
