@@ -6,7 +6,7 @@ import random
 from collections import deque
 from collections.abc import Iterator, Mapping
 from itertools import chain
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -296,7 +296,9 @@ def _asked(value: Any, give: str, take: str) -> Any:
     try:
         has_both = callable(getattr(value, give, None)) and callable(getattr(value, take, None))
         return (
-            getattr(value, give)() if has_both and not isinstance(value, type) and not begins_when_read(value) else None
+            getattr(value, give)()
+            if has_both and not isinstance(value, (type, ModuleType)) and not begins_when_read(value)
+            else None
         )
     except Exception:  # noqa: BLE001 -- any object of the script: some make what they are asked for, and fail
         return None

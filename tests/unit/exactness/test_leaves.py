@@ -10,6 +10,7 @@ import functools
 import itertools
 import multiprocessing
 import queue
+import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -261,6 +262,10 @@ def test_what_is_installed_is_not_the_users_also_where_another_environment_has_i
 
 def test_an_object_that_fails_when_it_is_asked_is_passed(ckpt: Checkpointer) -> None:
     assert seen(ckpt, fails=Fails())
+
+
+def test_the_module_of_a_generator_is_no_other_one(ckpt: Checkpointer) -> None:
+    assert moved(ckpt, random.random, it=random) == {"Python's generator": "generator"}
 
 
 def test_what_a_module_is_beside_its_tensors_is_seen(ckpt: Checkpointer) -> None:
