@@ -31,8 +31,8 @@ _STEP = re.compile(r"(?P<root>.+)@(?P<step>(step-)?[0-9]+(\.g[0-9]+)?)")
 
 
 @click.command(cls=Command)
-@click.argument("root", metavar="ROOT[@STEP]")
-@click.argument("target", metavar="ROOT2")
+@click.argument("root", metavar="ROOT[@STEP]", type=click.Path())
+@click.argument("target", metavar="ROOT2", type=click.Path())
 @click.option("--step", metavar="STEP[.gN]", help="Checkpoint, as @STEP.", shell_complete=complete_step)
 @click.option("-o", "options", metavar="KEY=VALUE", multiple=True, help="Storage option of ROOT.")
 @click.option("-t", "target_options", metavar="KEY=VALUE", multiple=True, help="Storage option of ROOT2.")

@@ -9,7 +9,7 @@ from typing import IO, Any
 
 import click
 
-from flashckpt.cli.common import Command, json_option
+from flashckpt.cli.common import Command, complete_source, json_option
 from flashckpt.dashboard.gather import PageSource
 from flashckpt.dashboard.page import render
 from flashckpt.dashboard.server import Dashboard
@@ -18,7 +18,7 @@ from flashckpt.printable import to_json
 
 
 @click.command(cls=Command)
-@click.argument("source", metavar="ROOT|JOB")
+@click.argument("source", metavar="ROOT|JOB", shell_complete=complete_source)
 @click.option("-o", "options", metavar="KEY=VALUE", multiple=True, help="Storage option of ROOT.")
 @click.option("--plan", "plan", type=click.File(encoding="utf-8"), help="JSON of `flashckpt plan`, to show beside it.")
 @click.option("--export", "target", type=click.Path(path_type=Path, dir_okay=False), help="Write the page as one file.")

@@ -146,5 +146,5 @@ def _title(found: Judgement, script: str) -> str:
     if found.verdict == comparing.NOT_DETERMINISTIC:
         return f"{script} is not deterministic in itself: two unbroken runs differ from step {found.first} on"
     if found.verdict == EXACT:
-        return f"{script} continues exactly: killed, restored at step {found.restored}, nothing differs"
+        return f"{script} continues exactly: killed, restored at step {found.restored}, nothing tracked differs"
     return f"{script} does not continue exactly after the restore of step {found.restored}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from flashckpt.exactness.records import BEGINS, ENDS, RESTORED, Recorded, RunTrace
 
@@ -110,26 +110,53 @@ def continued(unbroken: RunTrace, restarted: RunTrace, *, ignored: Sequence[str]
     last = max((step for step in restarted.steps if step in unbroken.inputs), default=0)
     kept = _differing(_of(unbroken, ENDS, last), _of(restarted, ENDS, last), ignored)
     given = _differing(_of(unbroken, ENDS, at), _of(restarted, RESTORED, at), ignored)
-    before = _differing(_of(unbroken, BEGINS, at + 1), _of(restarted, BEGINS, at + 1), ignored)
-    if not _of(restarted, BEGINS, at + 1):  # no tracked model is called as one
-        before = _differing(_of(unbroken, ENDS, at + 1), _of(restarted, ENDS, at + 1), ignored)
+    begun = _of(restarted, BEGINS, at + 1)
+    before = _differing(_of(unbroken, BEGINS, at + 1), begun, ignored)
+    if not begun:  # no tracked model is called as one: what was another one at once
+        begun = _of(restarted, RESTORED, at)
+        before = given
     carried = {path for path, leaf in _of(unbroken, ENDS, at).items() if before.get(path) == leaf}
     causes = _of_state(given, before, carried, at)
     _consequences(found, unbroken, restarted, ignored)
-    for path, leaf in before.items():
-        if _is_cause(leaf, path in carried, path in given, path in kept, moved=bool(found.moved)):
-            causes.append(_of_variable(path, leaf, _of(restarted, BEGINS, at + 1).get(path)))
-        elif leaf.kind == "generator" and _moves(unbroken, path):
-            causes.append(_of_generator(path, leaf, rng=unbroken.rng))
-    causes += _of_data(unbroken, restarted, at)
+    kinds = _of_variables(found, _Seen(given, before, kept, carried, begun), unbroken)
+    found.hints = [cause for cause in kinds if cause.kind == "value"]
+    causes += [cause for cause in kinds if cause.kind != "value"]
+    causes += [
+        _of_generator(path, leaf, unbroken.rng, [] if path in given else found.hints)
+        for path, leaf in before.items()
+        if leaf.kind == "generator" and _moves(unbroken, path)
+    ]
+    causes += _of_data(unbroken, restarted, found, causes)
     causes = list({(cause.kind, cause.name): cause for cause in reversed(causes)}.values())[::-1]
-    found.causes = sorted((c for c in causes if c.kind != "value"), key=lambda cause: _ORDER.index(cause.kind))
-    found.hints = [cause for cause in causes if cause.kind == "value"]
+    found.causes = sorted(causes, key=lambda cause: _ORDER.index(cause.kind))
     if found.moved and not found.causes and not found.hints:
-        found.causes = [_of_gradients(leaf, at) for leaf in before.values() if leaf.kind == "gradient" and leaf.digest]
+        found.causes = _of_the_moved(found, unbroken, before)
     if found.causes or found.moved:
         found.verdict = NOT_EXACT
     return found
+
+
+class _Seen(NamedTuple):
+    """What differs: at the restore, at the beginning of the first step, at the last end; what the step before left so; what is there now."""
+
+    given: Mapping[str, Recorded]
+    before: Mapping[str, Recorded]
+    kept: Mapping[str, Recorded]
+    carried: Collection[str]
+    begun: Mapping[str, Recorded]
+
+
+def _of_variables(found: Judgement, seen: _Seen, unbroken: RunTrace) -> list[Moved]:
+    """Return objects, tensors and values; first of all those that were other ones when restore() ended, last what never changes."""
+    moved, named = bool(found.moved), []
+    for path, leaf in seen.before.items():
+        is_steady = leaf.kind == "value" and not _moves(unbroken, path)
+        if is_steady and not moved:
+            continue  # it says that there was a restore
+        is_memory = leaf.kind == "value" and path in seen.carried and path in seen.given
+        if is_memory or _is_cause(leaf, path in seen.carried, path in seen.given, path in seen.kept, moved=moved):
+            named.append((is_steady, path not in seen.given, _of_variable(path, leaf, seen.begun.get(path))))
+    return [cause for *_, cause in sorted(named, key=lambda one: one[:2])]
 
 
 def _is_cause(leaf: Recorded, is_carried: bool, is_given: bool, is_kept: bool, *, moved: bool) -> bool:
@@ -156,13 +183,13 @@ def _of(trace: RunTrace, kind: str, step: int) -> Mapping[str, Recorded]:
 
 
 def _differing(a: Mapping[str, Recorded], b: Mapping[str, Recorded], ignored: Sequence[str]) -> dict[str, Recorded]:
-    """Return what both have and is another one, as `a` has it."""
+    """Return what both have and is another one, as `a` has it; of an object that both have also what `b` lacks."""
     exact, patterns = set(ignored), [one for one in ignored if set("*?[") & set(one)]
+    owners = {leaf.owner for leaf in b.values() if leaf.kind == "object"}
     return {
         path: leaf
         for path, leaf in a.items()
-        if path in b
-        and leaf.digest != b[path].digest
+        if (leaf.digest != b[path].digest if path in b else leaf.kind == "object" and leaf.owner in owners)
         and not exact & {path, leaf.owner}
         and not any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
     }
@@ -220,23 +247,48 @@ def _name(leaf: Recorded) -> str:
     return words if words.isidentifier() else "name"
 
 
-def _of_generator(path: str, leaf: Recorded, *, rng: bool) -> Moved:
+def _of_the_moved(found: Judgement, unbroken: RunTrace, before: Mapping[str, Recorded]) -> list[Moved]:
+    """Return the cause where nothing was another one before the first step: gradients, or an object that counts otherwise now."""
+    step, gradients = found.restored, [leaf for leaf in before.values() if leaf.kind == "gradient" and leaf.digest]
+    models = {leaf.owner for leaf in _of(unbroken, ENDS, step).values() if leaf.kind == "gradient"}
+    leaves = {path: _of(unbroken, ENDS, found.first or 0)[path] for path in found.moved}
+    if any(leaf.owner in models for leaf in leaves.values()):
+        return [_of_gradients(leaf, step) for leaf in gradients]
+    path, leaf = next(iter(leaves.items()))
+    what = (
+        f"{leaf.owner!r} ({leaf.of}) is another one after step {found.first} than in the unbroken run: {path} differs"
+    )
+    remedy = "what it was given is the same: a second restart would continue elsewhere (docs/data.md)"
+    return [Moved(kind="state", name=leaf.owner, what=what, remedy=remedy)]
+
+
+def _of_generator(path: str, leaf: Recorded, rng: bool, others: Sequence[Moved]) -> Moved:
     if not leaf.owner:
         remedy = "track an object whose state_dict() and load_state_dict() are its get_state() and set_state()"
         return Moved(kind="generator", name=path, what=f"the generator {path} is not restored", remedy=remedy)
     if rng:
         return Moved(
-            kind="generator", name=path, what=f"{path} differs at the first step after the restore", remedy=_DRAWN
+            kind="generator",
+            name=path,
+            what=f"{path} differs at the first step after the restore",
+            remedy=_DRAWN + _or(others),
         )
     what = f"{path} differs after the restore: it is not tracked"
     return Moved(kind="generator", name=path, what=what, remedy="track(..., rng=True)")
 
 
-def _of_data(unbroken: RunTrace, restarted: RunTrace, at: int) -> list[Moved]:
-    """Return the first step that was given other data, and whose data it was given."""
+def _or(others: Sequence[Moved]) -> str:
+    return f"; or draws otherwise because {others[0].what}" if others else ""
+
+
+def _of_data(unbroken: RunTrace, restarted: RunTrace, found: Judgement, causes: Sequence[Moved]) -> list[Moved]:
+    """Return the first step that was given other data, and whose: what a model that had moved by then gives another is none."""
+    at = found.restored
     for step in restarted.steps:
         if step not in unbroken.inputs or unbroken.inputs[step] == restarted.inputs[step]:
             continue
+        if causes and found.first is not None and step > found.first:
+            break
         wanted, given = unbroken.inputs[step], restarted.inputs[step]
         known = [one for one in sorted(unbroken.inputs, reverse=True) if unbroken.inputs[one] == given and one != step]
         whose = f"what step {known[-1]} is given" if known else "other data than"
@@ -248,7 +300,10 @@ def _of_data(unbroken: RunTrace, restarted: RunTrace, at: int) -> list[Moved]:
         else:
             what = f"step {step} is given {whose} in the unbroken run"
         is_ordered = any(leaf.kind == "tracked" and leaf.of in _SOURCES for leaf in _of(restarted, ENDS, step).values())
-        return [Moved(kind="data", name=f"step {step}", what=what, remedy=_SEEDED if is_ordered else _ELASTIC)]
+        elsewhere = f"; or it follows from this: {found.hints[0].what}" if found.hints else ""
+        return [
+            Moved(kind="data", name=f"step {step}", what=what, remedy=_SEEDED if is_ordered else _ELASTIC + elsewhere)
+        ]
     return []
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import operator
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
@@ -16,8 +17,10 @@ _FOREIGN = tuple(str(Path(sysconfig.get_path(name)).resolve()) for name in ("std
 _INSTALLED = frozenset(("site-packages", "dist-packages"))
 """Folders of packages, of this environment or of another one that it stands on."""
 _NOT_FOLLOWED = ("flashckpt", "logging", "threading")
-_HOLDERS = ("queue", "collections", "types", "functools")
+_HOLDERS = ("queue", "collections", "types", "functools", "multiprocessing.sharedctypes")
 """Modules of Python whose objects hold what a script puts into them."""
+_MOST_BYTES = 1 << 20
+"""Of a buffer that is read: larger ones are data, not a state that moves."""
 _EMPTY: tuple[Iterable[object], ...] = ([], (), {}, {}.values(), {}.items(), set(), "", b"", range(0))
 _ITERATORS = frozenset(type(iter(one)) for one in _EMPTY)
 
@@ -34,12 +37,30 @@ def is_own(name: str | None) -> bool:
 
 
 def place_of(value: Any) -> str | None:
-    """Return how far an iterator of Python has come, or what a buffer of bytes holds; None for anything else."""
+    """Return how far an iterator of Python has come, or what a buffer holds: an array, a C value, bytes. None for anything else."""
     if isinstance(value, itertools.count):
         return repr(value)
     if type(value) in _ITERATORS:
         return f"{operator.length_hint(value)} left"
-    return value.hex() if isinstance(value, bytearray) else None
+    try:
+        with memoryview(value) as view:
+            return None if view.nbytes > _MOST_BYTES else repr(_items(value, view))
+    except (TypeError, ValueError, BufferError):  # has no buffer, or not any more
+        return None
+
+
+def _items(value: Any, view: memoryview) -> Any:
+    if hasattr(value, "value"):  # a C number
+        return value.value
+    return list(value) if isinstance(value, Sequence) or hasattr(value, "_length_") else view.tobytes().hex()
+
+
+def _inner(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what an iterator of Python iterates over, which it does not show: the one inside enumerate, cycle, map, zip."""
+    found = gc.get_referents(value)
+    found += [one for several in found if type(several) is tuple for one in several]
+    for at, one in enumerate(one for one in found if hasattr(one, "__next__") or isinstance(one, FunctionType)):
+        yield f"{type(value).__name__}.{at}", one
 
 
 def contents(path: str, value: Any) -> Iterator[tuple[str, Any, bool]]:
@@ -61,6 +82,8 @@ def contents(path: str, value: Any) -> Iterator[tuple[str, Any, bool]]:
         if is_own(name):
             where = f"{_prefix(name)}{value.__qualname__}" if isinstance(value, type) else name
             yield from ((f"{where}.{key}", one, False) for key, one in _named(vars(value)))
+    elif type(value).__module__ in ("itertools", "builtins") and hasattr(value, "__next__"):
+        yield from ((f"{path}: {name}", one, False) for name, one in _inner(value))
     else:
         yield from _of_object(path, value)
 
@@ -70,7 +93,7 @@ def _of_object(path: str, value: Any) -> Iterator[tuple[str, Any, bool]]:
     module = kind.__module__
     if module.partition(".")[0] in _NOT_FOLLOWED:
         return
-    is_foreign = not is_own(module) and module.partition(".")[0] not in _HOLDERS
+    is_foreign = not is_own(module) and not {module, module.partition(".")[0]}.intersection(_HOLDERS)
     yield from ((f"{path}.{name}", one, is_foreign) for name, one in list(getattr(value, "__dict__", {}).items()))
     if is_foreign:
         return

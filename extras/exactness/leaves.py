@@ -6,7 +6,7 @@ import random
 from collections import deque
 from collections.abc import Iterator, Mapping
 from itertools import chain
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -129,6 +129,7 @@ class Walk:
             for part in parts:
                 self._module(label, part, ("tracked", label, type(part).__qualname__))
                 self._gradients(label, part)
+                self._modes(label, part)
         for label, optimizer in ((label, one) for label, several in tracked.optimizers.items() for one in several):
             self._optimizer(label, optimizer, ("tracked", label, type(optimizer).__qualname__))
             self._beside(label, optimizer)
@@ -187,6 +188,13 @@ class Walk:
         raw = [one for one in given if not isinstance(one, np.ndarray) or one.any()]
         self.leaves[f"gradients of {label}"] = Leaf("gradient", label, "", f"{digest_of(*raw):x}" if raw else "", "")
 
+    def _modes(self, label: str, module: nn.Module) -> None:
+        """Take which parameters are frozen and which modules are in evaluation mode: no snapshot has it."""
+        frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
+        resting = [name for name, one in module.named_modules() if not one.training]
+        self._leaf(f"frozen parameters of {label}", frozen, None, "value")
+        self._leaf(f"modules in evaluation mode of {label}", resting, None, "value")
+
     def _optimizer(self, path: str, optimizer: torch.optim.Optimizer, owner: tuple[str, str, str]) -> None:
         self._seen |= {id(one): one for one in (optimizer, optimizer.state, optimizer.param_groups)}
         for at, group in enumerate(optimizer.param_groups):
@@ -241,13 +249,22 @@ class Walk:
             self._attributes_of_modules(path, value)
         elif isinstance(value, torch.optim.Optimizer):
             self._optimizer(path, value, owner)
-        elif (state := _state_dict_of(value)) is not None:
+        elif (state := _asked(value, "state_dict", "load_state_dict")) is not None:
             self._tree(path, state, 0, owner)
-        elif (place := place_of(value)) is not None:
-            if not is_foreign:
-                self._leaf(path, place, None, "value")
-        else:
+        elif is_foreign or not self._has_place(path, value, owner):
             self._beside(path, value, depth)
+
+    def _has_place(self, path: str, value: Any, owner: tuple[str, str, str]) -> bool:
+        """Take what an object says of its place by other names, or what it is by its bytes; False where it does not."""
+        if (state := _asked(value, "get_state", "set_state")) is not None:
+            self._tree(path, {"state": state}, 0, owner)
+        elif (state := _asked(value, "getstate", "setstate")) is not None:
+            self._leaf(path, repr(state), None, "generator")
+        elif (place := place_of(value)) is not None:
+            self._leaf(path, place, None, "value")
+        else:
+            return False
+        return True
 
     def _container(self, path: str, value: Any, depth: int, *, is_foreign: bool) -> None:
         items = list(value.values() if isinstance(value, dict) else value)
@@ -274,11 +291,15 @@ def _is_data(value: Any, depth: int) -> bool:
     return depth > 0 and type(value) in (tuple, list) and all(_is_data(one, depth - 1) for one in value)
 
 
-def _state_dict_of(value: Any) -> Any:
+def _asked(value: Any, give: str, take: str) -> Any:
     """Return the state of an object that has one to give and to take; None too where its own code fails when it is asked."""
     try:
-        has_both = callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-        return value.state_dict() if has_both and not isinstance(value, type) and not begins_when_read(value) else None
+        has_both = callable(getattr(value, give, None)) and callable(getattr(value, take, None))
+        return (
+            getattr(value, give)()
+            if has_both and not isinstance(value, (type, ModuleType)) and not begins_when_read(value)
+            else None
+        )
     except Exception:  # noqa: BLE001 -- any object of the script: some make what they are asked for, and fail
         return None
 

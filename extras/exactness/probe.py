@@ -55,6 +55,7 @@ class RankProbe:
         self._killed = self._folder / "killed"
         self._inputs: list[str] = []
         self._last: int | None = None
+        self.parts: dict[int, Checkpointer] = {}  # by the id of a tracked model, which the Checkpointer keeps
         self._is_seen = False  # whether what the step began with is written down
 
     def install(self) -> None:
@@ -62,6 +63,7 @@ class RankProbe:
         for name in ("__init__", "track", "restore", "step"):
             original = getattr(Checkpointer, name)
             setattr(Checkpointer, name, functools.wraps(original)(_method(_CALLS[name], self, original)))
+        torch.compile = functools.wraps(torch.compile)(functools.partial(_compile, self, torch.compile))  # type: ignore[assignment]
 
     def write(self, kind: str, step: int, **more: Any) -> None:
         """Write one line, which a kill right behind it cannot take back."""
@@ -129,6 +131,7 @@ def _track(probe: RankProbe, original: Any, self: Checkpointer, **things: Any) -
     original(self, **things)
     for part in self._tracked.parts():
         if id(part) not in before:
+            probe.parts[id(part)] = self
             part.register_forward_pre_hook(
                 lambda module, args, kwargs: probe.given(self, module, [args, kwargs]), prepend=True, with_kwargs=True
             )
@@ -138,6 +141,21 @@ def _track(probe: RankProbe, original: Any, self: Checkpointer, **things: Any) -
 
 def _begins(probe: RankProbe, checkpointer: Checkpointer, module: nn.Module) -> None:
     probe.begins(checkpointer, module)
+
+
+def _compile(probe: RankProbe, original: Any, model: Any = None, **settings: Any) -> Any:
+    """Observe a compiled model from outside: hooks of its own may run while it is traced alone."""
+    if model is None:
+        return lambda one: _compile(probe, original, one, **settings)
+    compiled = original(model, **settings)
+    if isinstance(compiled, nn.Module):
+
+        def is_called(_: nn.Module, args: Any, kwargs: Any) -> None:
+            if checkpointer := probe.parts.get(id(model)):
+                probe.given(checkpointer, model, [args, kwargs])
+
+        compiled.register_forward_pre_hook(is_called, prepend=True, with_kwargs=True)
+    return compiled
 
 
 def _restore(probe: RankProbe, original: Any, self: Checkpointer, *args: Any, **settings: Any) -> Any:

@@ -50,7 +50,9 @@ OWN_STATE = Continuation(
     words="exact on the same ranks and loader workers, if load_state_dict() of the data set continues at the next sample"
 )
 READ_AGAIN = Continuation(
-    words="exact only if the data set yields the same samples each time: it keeps no state, and is read again from its beginning",
+    words="exact at the first restart only, if the data set yields the same samples each time: it keeps no state, is read again from "
+    "its beginning, and the loader counts twice what it read again: the next restart leaves data out or fails; exact in "
+    "flashckpt.integrations.loaders.ExactLoader(loader, replay=True)",
     is_exact=False,
 )
 ORDER_AGAIN = Continuation(

@@ -61,7 +61,11 @@ moments = {k: v["exp_avg"].full_tensor() for k, v in state["optimizer"]["state"]
 if rank == "0":
     torch.save([whole, moments], f"{folder}/{what}.pt")
 manager.close()
-dist.destroy_process_group()
+# All that is judged is on disk. A thread of gloo's that lets go of a tensor while the interpreter goes down needs its lock, is
+# ended by it, and ends the process: "terminate called without an active exception".
+dist.barrier()
+sys.stderr.flush()
+os._exit(0)
 """
 
 
@@ -76,13 +80,14 @@ def both_ranks(what: str, folder: Path) -> list[dict[str, torch.Tensor]]:
         )
         for rank in range(2)
     ]
-    for rank in ranks:
-        assert rank.wait(240) == 0, (folder / f"{what}0.log").read_text()
+    codes = [rank.wait(240) for rank in ranks]
+    assert codes == [0, 0], "\n".join((folder / f"{what}{rank}.log").read_text() for rank in range(2))
     found: list[dict[str, torch.Tensor]] = torch.load(folder / f"{what}.pt", weights_only=True)
     return found
 
 
 def test_sharded_folder_comes_in_and_goes_out_again(tmp_path: Path, capsys: Captured) -> None:
+    """Their loader says "O_DIRECT read failed" of files on ext4, of its own as of ours: it reads slices where they lie."""
     weights, moments = both_ranks("save", tmp_path)
     code, document = run("import", tmp_path / "step_3", tmp_path / "root", capsys=capsys)
     assert (code, document["format"], document["step"], document["omitted"]) == (0, "torch_checkpointing", 3, [])

@@ -150,6 +150,17 @@ FAULTS: dict[str, tuple[dict[str, str], str, str]] = {
                           "value", "len(seen) is 0 and was 5"),
     "samples drawn in workers": ({"data = Ten": DRAWN, "sampler=sampler)\nmodel": "sampler=sampler, num_workers=1)\nmodel"},
                                  "data", "step 6 is given other data"),
+    "a second optimizer": (
+        {"# setup": "extra = torch.nn.Linear(2, 2)\nother = torch.optim.Adam(extra.parameters())\n",
+         "sampler=sampler, rng": "sampler=sampler, extra=extra, rng", "(model(x) - y)": "(extra(model(x)) - y)",
+         "scheduler.step()": "scheduler.step(); other.step(); other.zero_grad()"},
+        "object", "other (Adam) is not restored"),
+    "a compiled model": ({"# setup": "net = torch.compile(model, backend='eager')\nheat = torch.ones(2)",
+                          "(model(x) - y)": "(net(x) * heat - y)", "# after": "heat = heat * 0.9"},
+                         "tensor", "the tensor heat (float32[2]) is not restored"),
+    "a layer that thaws": ({"# setup": "model[0].requires_grad_(False)", "# before": "model[0].requires_grad_(step > 2 and bool(seen))",
+                            "step = report": "seen = []; step = report", "# after": "seen.append(1)"},
+                           "value", "frozen parameters of model is ['0.weight', '0.bias'] and was []"),
     "weights made after it": ({"step = report": "model[0].reset_parameters(); step = report"},
                               "changed", "'model' (Sequential) is changed between restore() and the first step"),
 }  # fmt: skip

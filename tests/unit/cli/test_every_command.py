@@ -134,6 +134,8 @@ def test_steps_and_jobs_are_completed(places: dict[str, str]) -> None:
     for words in (["status", "--job"], ["gc", "--job"], ["forget", "--job"], ["top"], ["watch"], ["persist"]):
         assert completed(*words, "fa") == ["fake"]
     assert completed("inspect", places["bad"], "--step", "") == []
+    for words in (["cp"], ["cp", root], ["dashboard"]):
+        assert completed(*words, "/no") == ["/no"]  # a path, for the shell
     assert completed("per") == ["persist"]
     assert completed("train", "d") == ["data", "dry-run"]
 

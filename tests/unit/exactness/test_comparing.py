@@ -113,6 +113,74 @@ def test_gradients_from_before_a_step_are_the_cause_where_nothing_else_is() -> N
     assert [cause.kind for cause in continued(whole, moves).causes] == ["tensor"]
 
 
+def with_leaf(run: RunTrace, path: str, leaf: Recorded) -> RunTrace:
+    for leaves in run.leaves.values():
+        leaves[path] = leaf  # type: ignore[index]  # a dict
+    return run
+
+
+def moves(**changed: Any) -> RunTrace:
+    """Return the trace of a restart after which the model is another one from step 3 on."""
+    return again(model=lambda done: done if done < 3 else -done, **changed)
+
+
+def test_state_that_an_object_lacks_since_nobody_restored_it_is_the_cause() -> None:
+    """An optimizer without moments is there, and its groups are equal."""
+    group, moment = Recorded("object", "od", "Adam", "same", ""), Recorded("object", "od", "Adam", "moment", "")
+    whole = with_leaf(with_leaf(trace(), "od group 0.lr", group), "od.0.exp_avg", moment)
+    (cause,) = continued(whole, with_leaf(moves(), "od group 0.lr", group)).causes
+    assert cause.what == "od (Adam) is not restored: od.0.exp_avg differs"
+    assert [cause.name for cause in continued(whole, moves()).causes] == ["model"], (
+        "the restarted script has no such object"
+    )
+
+
+def test_data_that_a_model_makes_which_had_moved_is_a_consequence() -> None:
+    def data(step: int) -> int:
+        return step if step < 4 else -step
+
+    assert [cause.name for cause in continued(trace(), moves(ema=0, data=data)).causes] == ["ema"]
+    assert [cause.kind for cause in continued(trace(), moves(data=data)).causes] == ["data"], "nothing else is"
+
+
+def test_where_no_call_of_a_model_is_seen_the_cause_is_what_was_another_one_at_once() -> None:
+    whole, restarted = trace(), moves(ema=0, total=lambda done: done if done == 2 else -done)
+    for run in (whole, restarted):
+        for at in [at for at in run.leaves if at[0] == BEGINS]:
+            del run.leaves[at]
+    found = continued(whole, restarted)
+    assert ([cause.name for cause in found.causes], found.hints) == (["ema"], [])
+
+
+def test_a_number_that_comes_back_to_what_it_was_is_mentioned_and_one_that_never_changes_is_not() -> None:
+    """The best loss so far; the step that the loop began with."""
+    healed = again(total=lambda done: 0 if done == 2 else done)
+    assert [hint.name for hint in continued(trace(), healed).hints] == ["total"]
+    begun = [Recorded("value", "", "", text, text) for text in "02"]
+    assert continued(with_leaf(trace(), "start", begun[0]), with_leaf(again(), "start", begun[1])).hints == []
+
+
+def test_a_generator_that_came_back_says_what_else_may_be_why() -> None:
+    """Samples of a replay buffer that is empty are fewer draws."""
+    drawn = again(total=0)
+    drawn.leaves[BEGINS, 3] = {
+        **drawn.leaves[BEGINS, 3],
+        "torch's generator": Recorded("generator", "torch", "", "x", ""),
+    }
+    (cause,) = continued(trace(), drawn).causes
+    assert cause.remedy.endswith("or draws otherwise because total is 2 and was 2")
+
+
+def test_an_object_that_counts_otherwise_than_in_the_unbroken_run_is_named() -> None:
+    """As torchdata's loader does, which counts twice what it reads again; gradients that the step drops are not the cause."""
+    loader, gradient = Recorded("tracked", "loader", "Loader", "6", ""), Recorded("gradient", "model", "", "some", "")
+    whole = with_leaf(with_leaf(trace(), "loader.at", loader), "gradients of model", gradient)
+    restarted = with_leaf(with_leaf(again(), "loader.at", loader), "gradients of model", gradient._replace(digest=""))
+    restarted.leaves[ENDS, 4] = {**restarted.leaves[ENDS, 4], "loader.at": loader._replace(digest="11")}
+    (cause,) = continued(whole, restarted).causes
+    assert cause.what == "'loader' (Loader) is another one after step 4 than in the unbroken run: loader.at differs"
+
+
 def test_what_differs_between_unbroken_runs_is_noise_or_the_answer() -> None:
     first, second = trace(), trace(total=lambda done: done + 0.5, own=0)
     assert deterministic(first, second).verdict == EXACT

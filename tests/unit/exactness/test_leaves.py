@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import _random
+import array
 import collections
+import ctypes
 import functools
 import itertools
+import multiprocessing
 import queue
+import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -41,6 +46,20 @@ class Slotted:
 
     def move(self) -> None:
         self.at += 1
+
+
+class Placed:
+    def __init__(self) -> None:
+        self._at = [0]
+
+    def move(self) -> None:
+        self._at = [self._at[0] + 1]
+
+    def get_state(self) -> dict[str, int]:
+        return {"at": self._at[0]}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self._at = [state["at"]]
 
 
 class Fails:
@@ -90,6 +109,10 @@ def by_method(made: Any, name: str, *given: Any) -> Made:
     return made, functools.partial(getattr(made, name), *given)
 
 
+def by_shared(made: Any) -> Made:
+    return made, lambda: setattr(made, "value", made.value * 0.9)
+
+
 def by_class() -> Made:
     return Config(), lambda: setattr(Config, "heat", Config.heat * 0.9)
 
@@ -114,6 +137,16 @@ KINDS: dict[str, tuple[Callable[[], Made], str]] = {
         lambda: by_method([(np.zeros(2), i) for i in range(LONGEST + 1)], "__setitem__", 3, (np.ones(2), 3)),
         "it['it']",
     ),
+    "array": (lambda: by_method(array.array("d", [1.0]), "append", 2.0), "it['it']"),
+    "numbers of C": (lambda: by_method((ctypes.c_double * 2)(), "__setitem__", 0, 1.0), "it['it']"),
+    "number that loader workers share": (
+        lambda: by_shared(multiprocessing.Value("d", 0.1)), "it['it']._obj",
+    ),
+    "endless iterator": (lambda: by_iterator(itertools.cycle([1, 2, 3])), "it['it']: cycle.0"),
+    "numbered iterator": (lambda: by_iterator(enumerate([1, 2, 3])), "it['it']: enumerate.0"),
+    "iterators side by side": (lambda: by_iterator(zip([1, 2], [3, 4], strict=True)), "it['it']: zip.1"),
+    "generator written in C": (lambda: by_method(_random.Random(3), "random"), "it['it']"),
+    "place by other names": (lambda: by_method(Placed(), "move"), "it['it'].state.at"),
     "number in a tensor": (lambda: by_method(torch.zeros(()), "add_", 1), "it['it']"),
 }  # fmt: skip
 
@@ -229,6 +262,22 @@ def test_what_is_installed_is_not_the_users_also_where_another_environment_has_i
 
 def test_an_object_that_fails_when_it_is_asked_is_passed(ckpt: Checkpointer) -> None:
     assert seen(ckpt, fails=Fails())
+
+
+def test_the_module_of_a_generator_is_no_other_one(ckpt: Checkpointer) -> None:
+    assert moved(ckpt, random.random, it=random) == {"Python's generator": "generator"}
+
+
+def test_what_a_module_is_beside_its_tensors_is_seen(ckpt: Checkpointer) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    ckpt.track(model=model)
+
+    def moves() -> None:
+        model[0].bias.requires_grad = False
+        model[0].eval()
+
+    other = {"frozen parameters of model": "value", "modules in evaluation mode of model": "value"}
+    assert moved(ckpt, moves) == other
 
 
 def test_what_is_nearest_has_its_shortest_name(ckpt: Checkpointer) -> None:

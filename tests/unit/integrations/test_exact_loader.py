@@ -111,6 +111,7 @@ SOURCES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "torchdata": (shuffled, {}),
     "read again": (Ordered, {"replay": True}),
     "loader read again": (lambda: DataLoader(Forever(), batch_size=2), {"replay": True}),
+    "torchdata read again": (lambda: StatefulDataLoader(Forever(), batch_size=2), {"replay": True}),
 }
 
 
