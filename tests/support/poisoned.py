@@ -169,12 +169,13 @@ def _ends(outcome: Outcome, plan: dict[str, Any], output: str, _folder: Path, _e
     """The script fails at one step whatever is restored."""
     if outcome.code != RestartBudgetError.exit_code:
         return f"exit code {outcome.code} and not {RestartBudgetError.exit_code}"
-    if "(3 of 3, --escalate)" not in output or "and again from 3 older states" not in output:
-        return "the message does not say what was tried"
+    older = min(3, 1 + (plan["ends"] - 1) // 10)  # of memory, then each checkpoint
+    if f"({older} of 3, --escalate)" not in output or f"and again from {older} older states" not in output:
+        return f"the message does not say that {older} older states were tried"
     left = [int(step) for step in re.findall(r"dlrun --restore-step (\d+) ", output)]
     if not left or max(left) >= plan["ends"]:
         return f"the states left are {left}"
-    return "" if len(outcome.lives) == 5 else f"{len(outcome.lives)} lives"
+    return "" if len(outcome.lives) == 2 + older else f"{len(outcome.lives)} lives"
 
 
 def _goes_without(
