@@ -175,7 +175,8 @@ def _ends(outcome: Outcome, plan: dict[str, Any], output: str, _folder: Path, _e
     left = [int(step) for step in re.findall(r"dlrun --restore-step (\d+) ", output)]
     if not left or max(left) >= plan["ends"]:
         return f"the states left are {left}"
-    return "" if len(outcome.lives) == 2 + older else f"{len(outcome.lives)} lives"
+    most = 2 + older + output.count("(hang timeout")  # a start that takes long on a busy machine is tried again
+    return "" if 2 + older <= len(outcome.lives) <= most else f"{len(outcome.lives)} lives"
 
 
 def _goes_without(
