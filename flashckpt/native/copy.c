@@ -28,7 +28,6 @@
     }
 
 #if defined(__x86_64__)
-#include <cpuid.h>
 #include <immintrin.h>
 
 #define AVX512 __attribute__((target("avx512f")))
@@ -71,9 +70,9 @@ AVX2 static void near_avx2(uint8_t *target, const uint8_t *source, size_t n) {
 
 static void settle(void) { _mm_sfence(); } /* such stores are ordered by nothing else */
 
-static const struct level level_avx2 = {"avx2", &xxh3_avx2, numbers_avx2, fused_avx2, stream_avx2, LANES_PIECE};
-static const struct level level_avx512 = {"avx512", &xxh3_avx512, numbers_avx512, fused_avx512, stream_avx512, LANES_PIECE};
-static const struct level level_avx2_near = {"avx2-near", &xxh3_avx2, numbers_avx2, fused_avx2, near_avx2, NEAR_PIECE};
+static const struct level level_avx2 = {"avx2", &xxh3_avx2, numbers_avx2, fused_avx2, stream_avx2, 0, LANES_PIECE};
+static const struct level level_avx512 = {"avx512", &xxh3_avx512, numbers_avx512, fused_avx512, stream_avx512, 1, LANES_PIECE};
+static const struct level level_avx2_near = {"avx2-near", &xxh3_avx2, numbers_avx2, fused_avx2, near_avx2, 0, NEAR_PIECE};
 
 #elif defined(__aarch64__)
 
@@ -93,29 +92,22 @@ DEFINE_STREAM(stream_neon, , quad_neon, line_neon)
 
 static void settle(void) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
-static const struct level level_neon = {"neon", &xxh3_neon, numbers_plain, fused_none, stream_neon, LANES_PIECE};
+static const struct level level_neon = {"neon", &xxh3_neon, numbers_plain, fused_none, stream_neon, 0, LANES_PIECE};
 
 #else
 static void settle(void) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 #endif
 
-static const struct level level_plain = {"plain", &xxh3_plain, numbers_plain, fused_none, NULL, LANES_PIECE};
-
-#if defined(__x86_64__)
-static int has_fma_and_f16c(void) { /* older compilers know neither by name */
-    unsigned a, b, c, d;
-    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_FMA) && (c & bit_F16C);
-}
-#endif
+static const struct level level_plain = {"plain", &xxh3_plain, numbers_plain, fused_none, NULL, 0, LANES_PIECE};
 
 size_t usable_levels(const struct level *found[MOST_LEVELS]) {
     size_t count = 0;
     found[count++] = &level_plain;
 #if defined(__x86_64__)
-    int has_avx2 = __builtin_cpu_supports("avx2") && has_fma_and_f16c(), is_amd = __builtin_cpu_is("amd");
+    int has_avx2 = __builtin_cpu_supports("avx2"), is_amd = __builtin_cpu_is("amd");
     if (has_avx2 && !is_amd) found[count++] = &level_avx2_near;
     if (has_avx2) found[count++] = &level_avx2;
-    if (__builtin_cpu_supports("avx512f")) found[count++] = &level_avx512;
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")) found[count++] = &level_avx512;
     if (has_avx2 && is_amd) found[count++] = &level_avx2_near;
 #elif defined(__aarch64__)
     found[count++] = &level_neon;
@@ -158,14 +150,20 @@ static void copy_up_to(struct copy_state *copy, size_t stop) {
 
 static size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
 
+/* Return where the next nbytes go while what was copied is digested; NULL: they are not to be copied so, or end behind `end`. */
+static uint8_t *weave_target(const struct copy_state *copy, size_t nbytes, size_t end) {
+    int may = copy->level->weaves && copy->target != NULL && copy->nbytes >= STREAM_FROM && copy->done + nbytes <= end;
+    return may ? copy->target + copy->done : NULL;
+}
+
 /* Have the first lines of each page of the next piece fetched meanwhile; the CPU itself then goes on within the page. */
 static inline void ask_for_piece(const uint8_t *input, size_t piece) {
     for (size_t page = 0; page < piece; page += PAGE)
         for (size_t line = 0; line < 8; line++) __builtin_prefetch(input + page + line * LINE);
 }
 
-/* -- figures: of all numbers how large they are. Squares of all where they cost little: in a fused loop, and in short
- * chunks; else those of a few numbers in each stretch, as all of them cost three times as much as the size. */
+/* -- figures: how large all numbers are; squares of all in short chunks, else of a few in each stretch: all of them cost
+ * three times as much as the size. */
 #define WHOLE 4096
 #define APART 65536
 #define NUMBERS 128
@@ -177,33 +175,19 @@ struct look {
     size_t squared; /* bytes whose squares are in it */
 };
 
-/* Take note of bytes [begin, begin + nbytes) of the chunk, which the digest has brought into the cache. */
-static void look_at(struct look *look, const uint8_t *chunk, size_t begin, size_t nbytes) {
-    if (look->numbers == NULL) return;
-    uint64_t top = look->numbers->top(chunk + begin, nbytes);
+static void look_at_top(struct look *look, const uint8_t *input, size_t nbytes) {
+    uint64_t top = look->numbers->top(input, nbytes);
     if (top > look->found->top) look->found->top = top;
+}
+
+/* Take note of bytes [begin, begin + nbytes) of the chunk, which the digest has brought into the cache. */
+static void look_at(struct look *look, const uint8_t *chunk, size_t begin, size_t nbytes, int is_seen) {
+    if (look->numbers == NULL) return;
+    if (!is_seen) look_at_top(look, chunk + begin, nbytes);
     size_t some = nbytes;
-    if (look->nbytes > WHOLE && look->fused == NULL) some = begin % APART == 0 ? smaller(nbytes, NUMBERS * look->numbers->width) : 0;
+    if (look->nbytes > WHOLE) some = begin % APART == 0 ? smaller(nbytes, NUMBERS * look->numbers->width) : 0;
     if (some) look->found->squares += look->numbers->squares(chunk + begin, some);
     look->squared += some;
-}
-
-/* Single numbers have no squares beyond these magnitudes; in double numbers all of them have. */
-#define LEAST_SQUARED 1e-16
-static int is_exact(const struct look *look, uint64_t top, double squares) {
-    double most = look->numbers->squares((const uint8_t *)&top, sizeof top);
-    if (most - most != 0 || top == 0) return 1; /* NaN or infinity has no better sum */
-    return squares - squares == 0 && most > LEAST_SQUARED * LEAST_SQUARED;
-}
-
-/* Add what a fused loop has seen of the first nbytes of a chunk. */
-static void take_seen(struct look *look, const struct seen *seen, const uint8_t *chunk, size_t nbytes) {
-    double squares = 0;
-    for (int lane = 0; lane < 8; lane++) squares += seen->squares[lane];
-    look->found->top = look->numbers->top((const uint8_t *)seen->top, sizeof seen->top);
-    look->found->squares =
-        is_exact(look, look->found->top, squares) ? squares : look->numbers->squares(chunk, nbytes);
-    look->squared = nbytes;
 }
 
 /* Digest bytes [begin, end) of the row's source, at most a chunk, each piece right behind its copy. */
@@ -213,29 +197,29 @@ static uint64_t copy_chunk(struct copy_state *copy, size_t begin, size_t end, st
     size_t nbytes = end - begin;
     if (nbytes <= XXH3_SHORT) {
         copy_up_to(copy, end);
-        look_at(look, input, 0, nbytes);
+        look_at(look, input, 0, nbytes, 0);
         return xxh3_short(input, nbytes);
     }
     uint64_t acc[8];
-    struct seen seen = {{0}, {0}};
+    uint8_t seen[64] = {0};
     xxh3_begin(acc);
     size_t blocks = xxh3_full_blocks(nbytes), piece = copy->target != NULL ? copy->level->piece : LANES_PIECE;
-    unsigned mode = look->fused != NULL ? flush_subnormal() : 0;
     for (size_t b = 0; b < blocks; b += piece / XXH3_BLOCK) {
         size_t some = smaller(piece / XXH3_BLOCK, blocks - b);
         copy_up_to(copy, begin + (b + some) * XXH3_BLOCK);
         if (copy->level->piece > PAGE && b + some < blocks) ask_for_piece(input + (b + some) * XXH3_BLOCK, piece);
         if (look->fused != NULL) {
-            look->fused(acc, input + b * XXH3_BLOCK, some, &seen);
-            continue;
+            uint8_t *target = weave_target(copy, some * XXH3_BLOCK, begin + blocks * XXH3_BLOCK);
+            look->fused(acc, input + b * XXH3_BLOCK, some, seen, target, copy->source + copy->done);
+            copy->done += target != NULL ? some * XXH3_BLOCK : 0;
+        } else {
+            hash->blocks(acc, input + b * XXH3_BLOCK, some);
         }
-        hash->blocks(acc, input + b * XXH3_BLOCK, some);
-        look_at(look, input, b * XXH3_BLOCK, some * XXH3_BLOCK);
+        look_at(look, input, b * XXH3_BLOCK, some * XXH3_BLOCK, look->fused != NULL);
     }
     copy_up_to(copy, end);
-    if (look->fused != NULL) set_float_mode(mode);
-    if (look->fused != NULL) take_seen(look, &seen, input, blocks * XXH3_BLOCK);
-    look_at(look, input, blocks * XXH3_BLOCK, nbytes - blocks * XXH3_BLOCK);
+    if (look->fused != NULL && look->numbers != NULL) look_at_top(look, seen, sizeof seen);
+    look_at(look, input, blocks * XXH3_BLOCK, nbytes - blocks * XXH3_BLOCK, 0);
     return xxh3_end(hash, acc, input, nbytes);
 }
 
@@ -251,8 +235,8 @@ static void copy_row(const struct level *level, const struct row *row, uint64_t 
     }
     for (size_t begin = 0; begin < copy.nbytes; begin += CHUNK_BYTES, figures++) {
         size_t end = smaller(begin + CHUNK_BYTES, copy.nbytes);
-        struct look look = {NULL, NULL, figures, end - begin, 0};
-        if (kind != NO_NUMBERS) look.numbers = &level->numbers[kind], look.fused = level->fused[kind];
+        struct look look = {NULL, level->fused[kind], figures, end - begin, 0};
+        if (kind != NO_NUMBERS) look.numbers = &level->numbers[kind];
         if (kind != NO_NUMBERS) *figures = (struct figures){0, 0};
         *digests++ = copy_chunk(&copy, begin, end, &look);
         if (look.squared) figures->squares *= (double)(end - begin) / (double)look.squared;

@@ -36,6 +36,7 @@ struct level {
     const fused_loop *fused; /* [KINDS] */
     /* Copy n bytes by stores that pass the cache; target aligned to 64, n a multiple of 64. NULL: there are none. */
     void (*stream)(uint8_t *target, const uint8_t *source, size_t n);
+    int weaves;   /* fused loops copy the next piece while they digest one */
     size_t piece; /* bytes that are copied before they are digested, a multiple of a block */
 };
 

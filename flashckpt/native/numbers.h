@@ -9,7 +9,7 @@
 enum kind { NO_NUMBERS, FLOAT64, FLOAT32, FLOAT16, BFLOAT16, E5M2, E4M3, E5M2_FNUZ, E4M3_FNUZ, KINDS };
 
 /* Of one chunk. `top`: the largest bit pattern without the sign, which orders magnitudes, with infinity and NaN behind
- * all numbers. `squares`: the sum of squares; at levels without a fused loop that of some numbers, in proportion. */
+ * all numbers. `squares`: the sum of squares, of a long chunk that of some numbers, in proportion. */
 struct figures {
     uint64_t top;
     double squares;
@@ -22,18 +22,10 @@ struct numbers {
     double (*squares)(const uint8_t *input, size_t nbytes);
 };
 
-/* What a fused loop has seen of a chunk so far, lane by lane; `top` as the kind's numbers. */
-struct seen {
-    uint64_t top[8];
-    double squares[8];
-};
-
-/* Does what `blocks` of an xxh3_level does, and looks at the same numbers. NULL: there is none for this kind. */
-typedef void (*fused_loop)(uint64_t acc[8], const uint8_t *input, size_t blocks, struct seen *seen);
-
-/* Around fused loops: returns the mode to set behind them. */
-unsigned flush_subnormal(void);
-void set_float_mode(unsigned mode);
+/* Does what `blocks` of an xxh3_level does, and notes the largest patterns, lane by lane. Where the level weaves it also
+ * copies as many bytes past the cache: `target`, aligned to 64; NULL: none. NULL: there is no such loop for this kind. */
+typedef void (*fused_loop)(uint64_t acc[8], const uint8_t *input, size_t blocks, uint8_t seen[64], uint8_t *target,
+                           const uint8_t *source);
 
 extern const fused_loop fused_none[KINDS];
 extern const struct numbers numbers_plain[KINDS];

@@ -4,7 +4,7 @@
     PYTHONPATH=tests:. python tests/crash/poisoned.py --table FILE...
 
 A job is right if it finishes and every step equals the unbroken run; of a script that always fails, if it ends with exit code
-33 when all of `--escalate` was tried; of a sample that is always bad, if all samples but those of its step are trained, once.
+33 when all of `--escalate` or all older checkpoints were tried; of a sample that is always bad, if all samples but those of its step are trained, once.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from flashckpt import Checkpointer, collectives
 from flashckpt.cli.status import describe
-from flashckpt.errors import LayoutError, SamplerStateError
+from flashckpt.errors import ConfigError, LayoutError, SamplerStateError
 from flashckpt.sampler import ElasticBatchSampler, ElasticSampler
 from flashckpt.state.samplers import Commits, leave_out, refuse_gaps
 
@@ -283,3 +283,27 @@ def test_a_restore_leaves_out_the_samples_up_to_the_step_that_the_agent_names(
         crash(ckpt)
     said = [one.getMessage() for one in caplog.records if "left out" in one.getMessage()]
     assert ["16 of 'data' (positions 4 to 19 of the stream)" in one for one in said] == [True, False]
+
+
+def test_a_loop_leaves_out_samples_behind_the_restored_state_alone(tmp_path: Path) -> None:
+    """As dlrun does, by a call of one's own."""
+
+    def job() -> tuple[ElasticSampler, Checkpointer]:
+        sampler = ElasticSampler(100, dp_rank=0, dp_size=1, shuffle=False, global_batch_size=4)
+        return sampler, opened(tmp_path, model=nn.Linear(2, 2), data=sampler)
+
+    sampler, ckpt = job()
+    for step in (1, 2):
+        sampler.next_ids()
+        step_kept(ckpt, step)
+    crash(ckpt)
+    for first, last, ids in ((1, 2, [8, 9, 10, 11]), (1, 3, [12, 13, 14, 15]), (3, 4, [16, 17, 18, 19])):
+        sampler, ckpt = job()
+        ckpt.leave_out(first, last)
+        assert sampler.next_ids().tolist() == ids
+        crash(ckpt)
+    sampler, ckpt = job()
+    with pytest.raises(ConfigError, match=r"no step is to be left out(?s:.*)first=4, last=3"):
+        ckpt.leave_out(4, 3)
+    assert sampler.next_ids().tolist() == [8, 9, 10, 11]
+    crash(ckpt)

@@ -153,3 +153,30 @@ def test_interventions_are_earned_back_by_new_steps_alone() -> None:
     resumed.load_state_dict(guard.state_dict())
     assert resumed.spent == 0
     assert resumed.state_dict() == guard.state_dict()
+
+
+class Restores:
+    """The part of a run that goes back: nothing is there to go back to."""
+
+    def __init__(self) -> None:
+        self.guard = Guard(GuardConfig())
+        self.config = SimpleNamespace(checkpoint=SimpleNamespace(snapshot_every=50))
+        self.left_out: list[tuple[int, int]] = []
+        self.ckpt = SimpleNamespace(close=lambda: None, leave_out=lambda *steps: self.left_out.append(steps))
+        self.done = 0
+
+    def _restore(self) -> None:
+        return None
+
+    def _open_outputs(self) -> None:
+        pass
+
+
+def test_a_bad_state_without_a_snapshot_ends_the_run_and_a_bad_batch_does_not() -> None:
+    run: Any = Restores()
+    with pytest.raises(DivergedError, match="parameters are not finite at step 7, and no snapshot") as ended:
+        loop.Trainer._roll_back(run, SpikeError(7, blames_samples=False))
+    assert ended.value.found == "checkpoint.snapshot_every = 50"
+    assert not run.left_out
+    loop.Trainer._roll_back(run, SpikeError(7))
+    assert run.left_out == [(1, 7)]

@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,13 +19,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from support.ranks import wait_for
 from support.training import run_config
 
-from flashckpt.errors import DataError
+from flashckpt.errors import DataError, SamplerStateError
 from flashckpt.sampler import ElasticSampler, Mixture
 from flashckpt.trainer.data.mixed import open_data
 from flashckpt.trainer.data.prepare import prepare
 from flashckpt.trainer.data.training_data import TrainingData
 from flashckpt.trainer.data.windows import Batch
-from flashckpt.trainer.train.phased_data import PhasedData
+from flashckpt.trainer.train.phased_data import PhasedData, PhasedSampler
 from flashckpt.trainer.train.phases import phases_of
 
 GLOBAL = 4
@@ -283,3 +284,10 @@ def test_windows_of_each_phase_are_read_through_what_keeps_them(tmp_path: Path) 
         assert seen == batch.ids.tolist()
         assert batch.tokens.shape[1] == phase.config.train.seq_len
         seen.clear()
+
+
+def test_groups_that_train_shares_leave_nothing_out() -> None:
+    """What one leaves out of its share another would train."""
+    sampler = PhasedSampler(SimpleNamespace(in_shares=True))  # type: ignore[arg-type]  # a part of it
+    with pytest.raises(SamplerStateError, match="the share of one group ends where that of another begins"):
+        sampler.leave_out(7, 8, 9)

@@ -14,7 +14,8 @@ from flashckpt.storage.posix import PosixStore
 from flashckpt.trainer.config import from_values
 from flashckpt.trainer.parallel.groups import rosters_of, run_of_group
 from flashckpt.trainer.parallel.layout import resolve_layout
-from flashckpt.trainer.parallel.roster import Here, Roster, Synchronisations, decide, first_roster
+from flashckpt.trainer.parallel.meeting import GroupMeeting
+from flashckpt.trainer.parallel.roster import Here, Roster, Synchronisations, decide, first_roster, refuse_others
 
 
 def here(group: int, version: int, step: int = 4) -> Here:
@@ -37,6 +38,22 @@ def test_the_share_of_a_group_that_is_left_out_goes_to_another() -> None:
     found = decide(1, {0: here(0, 0), 2: here(2, 0)}, first_roster(3))
     assert dict(zip(found.groups, found.shares, strict=True)) == {0: 1, 2: 3}
     assert found.unused == 4
+
+
+@pytest.mark.parametrize("absent", [0, 1, 2])
+def test_a_group_that_is_left_out_is_named_also_the_last_one(absent: int, caplog: pytest.LogCaptureFixture) -> None:
+    meeting = GroupMeeting.__new__(GroupMeeting)
+    meeting._count = 3
+    found = decide(1, {group: here(group, 0) for group in range(3) if group != absent}, first_roster(3))
+    meeting._report(found)
+    assert caplog.messages[0].endswith(f"; left out: group {absent}")
+
+
+def test_groups_of_other_settings_are_refused_and_one_that_says_none_is_not() -> None:
+    refuse_others(["a", "a", ""])
+    with pytest.raises(LayoutError, match="groups that synchronise have different settings") as refused:
+        refuse_others(["b", "a", ""])
+    assert (refused.value.found, refused.value.expected) == ("a", "b")
 
 
 def test_a_group_that_is_taken_in_gives_nothing_and_gets_a_share() -> None:
