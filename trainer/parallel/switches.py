@@ -193,7 +193,7 @@ def keeps_scores(config: RunConfig) -> bool:
 
 
 def masks_documents(config: RunConfig) -> bool:
-    """Return whether tokens see those of their own document alone."""
+    """Return whether a token sees its own document alone."""
     return bool(config.data.sources) and config.data.document_mask
 
 

@@ -125,7 +125,7 @@ def _context(config: RunConfig, layout: Layout, layers: Sequence[int]) -> int:
         return _ring(config, layout, layers)
     keeping = sum(recompute_of(config.parallel.activation_checkpoint, number) != FULL for number in layers)
     mask = 0
-    if config.train.attention == "sdpa":  # of two chunks of T / 2N queries, to T (2N + 1) / 2N keys
+    if config.train.attention != "flex":  # of two chunks of T / 2N queries, to T (2N + 1) / 2N keys
         rows = config.train.micro_batch if _has_document_mask(config) else 1
         mask = rows * config.train.seq_len**2 * (2 * layout.cp + 1) // (4 * layout.cp**2) * itemsize(config)
     most = max(keeping, group_size(config.parallel.activation_checkpoint))  # those of a group are made again together
@@ -159,7 +159,7 @@ def _ring(config: RunConfig, layout: Layout, layers: Sequence[int]) -> int:
 
 
 def _has_document_mask(config: RunConfig) -> bool:
-    return masks_documents(config) and config.train.attention == "sdpa"
+    return masks_documents(config) and config.train.attention != "flex"
 
 
 def gathered_elements(config: RunConfig, layout: Layout) -> int:
