@@ -361,7 +361,9 @@ def test_replica_of_another_run_with_the_same_id_is_neither_here_already_nor_kep
     segment = them.jobs[0].ranks[0].segment
     (slot,) = [at for at, header in enumerate(segment.headers()) if header.is_complete]
     place = ReplicaSlots(them.jobs[1].directory, root_digest=1)
-    with contextlib.closing(place), contextlib.closing(segment.pin(slot)) as pin:
+    pin = segment.pin(slot)
+    assert pin is not None
+    with contextlib.closing(place), pin:
         whole = pin.manifest()
         for token in ("one", "other", "other"):
             part = replace(replica_manifest(whole, np.arange(len(whole.table))), token=token)
