@@ -144,7 +144,7 @@ def _begins(probe: RankProbe, checkpointer: Checkpointer, module: nn.Module) -> 
 
 
 def _compile(probe: RankProbe, original: Any, model: Any = None, **settings: Any) -> Any:
-    """Observe a compiled model from outside: hooks of its own may run while it is traced alone."""
+    """Observe a compiled model from outside: its own hooks may run while it is traced alone."""
     if model is None:
         return lambda one: _compile(probe, original, one, **settings)
     compiled = original(model, **settings)
