@@ -63,7 +63,7 @@ class RankProbe:
         for name in ("__init__", "track", "restore", "step"):
             original = getattr(Checkpointer, name)
             setattr(Checkpointer, name, functools.wraps(original)(_method(_CALLS[name], self, original)))
-        torch.compile = functools.wraps(torch.compile)(functools.partial(_compile, self, torch.compile))  # type: ignore[assignment]
+        torch.compile = functools.wraps(torch.compile)(functools.partial(_compile, self, torch.compile))
 
     def write(self, kind: str, step: int, **more: Any) -> None:
         """Write one line, which a kill right behind it cannot take back."""

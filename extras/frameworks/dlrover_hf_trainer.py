@@ -54,7 +54,7 @@ class FlashCkptTrainer(Trainer):  # type: ignore[misc]  # transformers is not th
         ):
             if value is True or value == "best":
                 raise ConfigError(
-                    f"FlashCkptTrainer does not keep the best model ({name})",
+                    f"the best model is not kept by FlashCkptTrainer ({name})",
                     found=f"{name}={value}",
                     expected="the newest checkpoints, by save_steps or epochs",
                     remedy="Trainer with the callback FlashCheckpoint beside it: Trainer then writes its own folders",
