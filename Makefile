@@ -245,14 +245,15 @@ test-sdist: wheels  ## some of the tests in the source distribution, unpacked
 	    PYTHONPATH=$$PWD $(CURDIR)/$(BIN)/python -m pytest --workers $(WORKERS) \
 	    --share $(or $(firstword $(subst /, ,$(SHARE))),0)/40 tests/unit tests/project
 
-# A separate venv in front of .venv, whose torch and test tools it uses, but for a boto3 that fits the botocore, and a pyparsing
-# at which the lowest matplotlib does not warn.
+# A separate venv in front of .venv, whose torch and test tools it uses, but for a boto3 that fits the botocore (its number is
+# the same: pip would try hundreds), and a pyparsing at which the lowest matplotlib does not warn.
 LOWEST := .venv-lowest
 LOWEST_TESTS := $(addprefix tests/unit/,checkpoint cli core interop native persister sampler storage trainer)
 test-lowest: setup  ## the unit tests with the lowest versions of all dependencies that pyproject.toml allows (pip)
 	test -d $(LOWEST) || $(PYTHON) -m venv $(LOWEST)
 	rm -f $$($(LOWEST)/bin/python -c $(PURELIB))/base.pth
-	$(LOWEST)/bin/pip install --quiet $$($(BIN)/python tools/lowest.py) boto3 'pyparsing<3.3'
+	$(LOWEST)/bin/pip install --quiet $$($(BIN)/python tools/lowest.py) 'pyparsing<3.3'
+	$(LOWEST)/bin/pip install --quiet boto3==$$($(LOWEST)/bin/python -c 'import botocore; print(botocore.__version__)')
 	printf '%s\n' $$PWD $$($(BIN)/python -c $(PURELIB)) > $$($(LOWEST)/bin/python -c $(PURELIB))/base.pth
 	ln -sf $(CURDIR)/$(BIN)/moto_server $(LOWEST)/bin/moto_server
 	$(LOWEST)/bin/python tools/lowest.py --check

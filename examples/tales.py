@@ -43,7 +43,7 @@ TIMES = [
 ]  # fmt: skip
 FOUND = [("found", "fand"), ("saw", "sah"), ("stole", "stahl"), ("bought", "kaufte"), ("took", "nahm")]
 
-PRONOUN = {"m": ("he", "er"), "f": ("she", "sie"), "n": ("it", "es")}
+PRONOUN = {"m": ("he", "er"), "f": ("she", "sie"), "n": ("she", "es")}  # a girl or a child
 THE = {"m": ("der", "den", "dem"), "f": ("die", "die", "der"), "n": ("das", "das", "dem")}  # who, whom, to whom
 A = {"m": ("ein", "einen"), "f": ("eine", "eine"), "n": ("ein", "ein")}
 
