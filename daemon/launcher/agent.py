@@ -226,12 +226,14 @@ class DlrunAgent(LocalElasticAgent):
         if len(steps) < _BAD_STEPS:
             return
         what = f"numbers became NaN or infinite on {socket.gethostname()} alone, in steps {', '.join(map(str, steps))}"
-        if self._stores.has_spare() or self._stores.may_shrink():
+        serves = self._stores.serves_job()
+        if not serves and (self._stores.has_spare() or self._stores.may_shrink()):
             raise NodeCheckError(
                 f"this node is left out: {what}", state="The job continues without it.", remedy="test its hardware"
             )
         if steps != self._bad_steps:
-            _log.error("%s: test its hardware; it stays until another node waits", what)
+            why = "it stays: the job's rendezvous is on it" if serves else "it stays until another node waits"
+            _log.error("%s: test its hardware; %s", what, why)
         self._bad_steps = steps
 
     def _stall(self, rows: Sequence[ControlRow]) -> hang.Stall | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable
+from typing import Any
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
@@ -104,9 +105,17 @@ def handler_of(
 
 
 def _several_nodes(params: RendezvousParameters, secret: bytes) -> RendezvousHandler:
-    with replaced(c10d_rendezvous_backend, "TCPStore", rendezvous_store.tcp_store):
+    served: list[bool] = []
+
+    def tcp_store(*args: Any, is_master: bool = False, **rest: Any) -> TCPStore:
+        made = rendezvous_store.tcp_store(*args, is_master=is_master, **rest)
+        served.append(is_master)
+        return made
+
+    with replaced(c10d_rendezvous_backend, "TCPStore", tcp_store):
         backend, store = create_backend(params)
     handler = create_handler(store, backend, params)
+    handler.serves_job = any(served)  # type: ignore[attr-defined]  # as who may not leave: the store ends with its process
     handler._create_tcp_store_server = rendezvous_store.workers_store  # type: ignore[assignment,method-assign]  # noqa: SLF001 -- torch offers no other way in
     seal = Seal(secret, f"rendezvous {params.run_id}")
     node = handler._this_node  # noqa: SLF001 -- torch offers no other way in

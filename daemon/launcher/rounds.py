@@ -309,6 +309,10 @@ class FreshStoreRendezvous(rendezvous_store.Forwarding):
         """Return whether the job could run on fewer nodes than in the current round, as far as is known."""
         return self._steps is not None and self._info is not None and self._steps.fitting(self._info.world_size - 1) > 0
 
+    def serves_job(self) -> bool:
+        """Return whether the store in which the nodes meet is in this process, and would end with it."""
+        return bool(getattr(self.inner, "serves_job", False))
+
     def has_spare(self) -> bool:
         """Return whether another node waits to take the place of one that leaves."""
         if not isinstance(inner := self.inner, DynamicRendezvousHandler):

@@ -47,15 +47,21 @@ for step in range(report.step + 1 if report else 1, 41):
     ckpt.step(step)
     if step % 5 == 0:
         ckpt.wait()
-    while "ODD" in os.environ and step == 30:  # its agent is to leave
+    while os.environ.get("ODD") == "leaves" and step == 30:  # its agent is to leave
         with ckpt.paused():
             time.sleep(0.1)
 print("finished on", dist.get_world_size(), flush=True)
 """
 
 
-@pytest.mark.parametrize(("nnodes", "count"), [("2", 3), ("1:2", 2)], ids=["spare", "fewer"])
-def test_the_node_whose_numbers_alone_became_bad_twice_is_left_out(nnodes: str, count: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("nnodes", "count", "host"), [("2", 3, 0), ("1:2", 2, 0), ("1:2", 2, 1)], ids=["spare", "fewer", "rendezvous"]
+)
+def test_the_node_whose_numbers_alone_became_bad_twice_is_left_out(
+    nnodes: str, count: int, host: int, tmp_path: Path
+) -> None:
+    """But for the one on which the rendezvous is: without it no other node could go on."""
+    odd = "stays" if host == 1 else "leaves"
     (tmp_path / "train.py").write_text(TRAIN)
     where = [f"--nnodes={nnodes}", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=odd"]
     where += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1"]
@@ -66,8 +72,8 @@ def test_the_node_whose_numbers_alone_became_bad_twice_is_left_out(nnodes: str, 
             mine, memory = tmp_path / f"node{node}", Path(os.environ["FLASHCKPT_SHM_DIR"], f"{tmp_path.name}-{node}")
             for made in (mine, memory):
                 made.mkdir()
-            environment = {"FLASHCKPT_SHM_DIR": str(memory), **({"ODD": "1"} if node == 1 else {})}
-            words = [*where, tmp_path / "train.py", tmp_path]
+            environment = {"FLASHCKPT_SHM_DIR": str(memory), **({"ODD": odd} if node == 1 else {})}
+            words = [*where, f"--rdzv-conf=is_host={int(node == host)}", tmp_path / "train.py", tmp_path]
             launches.append(stack.enter_context(dlrun(mine, *words, env=environment)))
 
         start(0)
@@ -77,7 +83,11 @@ def test_the_node_whose_numbers_alone_became_bad_twice_is_left_out(nnodes: str, 
             start(node)
         codes = [launch.wait() for launch in launches]
     bad = launches[1].output
-    assert codes == [0, NodeCheckError.exit_code, 0][:count], bad
+    if odd == "stays":
+        assert codes == [0, 0], bad
+        assert "in steps 12, 27: test its hardware; it stays: the job's rendezvous is on it" in bad
+        return
+    assert codes == [0, NodeCheckError.exit_code, 0][:count], f"{bad}\n-- the first node: {launches[0].output}"
     assert "this node is left out: numbers became NaN or infinite on " in bad
     assert "in steps 12, 27" in bad
     assert f"finished on {2 if count == 3 else 1}" in launches[0].output
