@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -48,11 +50,27 @@ def with_environment(mark: str) -> list[int]:
     return found
 
 
+def end_all(mark: str, within_s: float = 20.0) -> None:
+    """SIGKILL all processes that have a text in their environment; return when they are gone."""
+    end = time.monotonic() + within_s
+    while (found := with_environment(mark)) and time.monotonic() < end:
+        for pid in found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
 @contextmanager
 def places(where: str | None) -> Iterator[tuple[Path, Path]]:
-    """A folder on the disk to measure, and one in memory for the slots; both are removed."""
+    """A folder on the disk to measure, and one in memory for the slots; both are removed, and processes that were given the second end.
+
+    A persister is a session apart, and would make its folder again behind the removal.
+    """
     with (
-        tempfile.TemporaryDirectory(dir=where, prefix="flashckpt-bench-") as disk,
+        tempfile.TemporaryDirectory(dir=where, prefix="flashckpt-bench-", ignore_cleanup_errors=True) as disk,
         tempfile.TemporaryDirectory(dir="/dev/shm", prefix="flashckpt-bench-", ignore_cleanup_errors=True) as memory,
     ):
-        yield Path(disk), Path(memory)
+        try:
+            yield Path(disk), Path(memory)
+        finally:
+            end_all(memory)

@@ -20,10 +20,7 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +28,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from dlrover_peer import SETUP, check_dlrover, environment, remove_leftovers
-from processes import clean_up_on_sigterm, descendants, stream
+from processes import clean_up_on_sigterm, descendants, places, stream
 from stall_table import summarised, table
 
 from flashckpt.bench.host import available_bytes, peak_memory_of
@@ -244,17 +241,6 @@ def measure_group(family: Family, seconds: float, rounds: int) -> dict[str, Any]
     return {"setup_s": setup_s, "first": first, "series": series, "memory": memory, "alone": alone}
 
 
-@contextmanager
-def places(where: str | None) -> Iterator[Path]:
-    """A folder on the disk and one in memory for flashckpt's segments; both are removed."""
-    with (
-        tempfile.TemporaryDirectory(prefix="flashckpt-stall-", dir=where, ignore_cleanup_errors=True) as disk,
-        tempfile.TemporaryDirectory(prefix="flashckpt-stall-", dir="/dev/shm", ignore_cleanup_errors=True) as shm,
-    ):
-        os.environ["FLASHCKPT_SHM_DIR"] = shm
-        yield Path(disk)
-
-
 def measure(options: argparse.Namespace, gigabytes: float, ranks: int, methods: list[str]) -> dict[str, Any]:
     """Measure one configuration, group by group."""
     nbytes, available = gigabytes * 1e9, available_bytes()
@@ -277,7 +263,8 @@ def measure_in_processes(
     options: argparse.Namespace, group: Group, nbytes: float, ranks: int, seconds: float
 ) -> dict[str, Any]:
     """Start the processes of one group, measure, and end them."""
-    with places(options.dir) as folder:
+    with places(options.dir) as (folder, memory):
+        os.environ["FLASHCKPT_SHM_DIR"] = str(memory)
         family = Family(options, group, nbytes, ranks, folder)
         try:
             about = family.about()

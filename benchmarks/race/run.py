@@ -9,7 +9,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from processes import with_environment
+from processes import end_all, with_environment
 
 from race import failures, score
 from race.disk import Disk
@@ -109,11 +109,7 @@ class Run:
 
     def kill_all(self) -> None:
         """SIGKILL everything; return when it is gone."""
-        end = time.monotonic() + 20
-        while (found := self.processes()) and time.monotonic() < end:
-            for pid in found:
-                _kill(pid, signal.SIGKILL)
-            time.sleep(0.02)
+        end_all(self.mark)
         if self._process is not None:
             self._process.wait()
 

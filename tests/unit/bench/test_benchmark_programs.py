@@ -6,13 +6,16 @@ import importlib
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.paths import ROOT
+from support.ranks import wait_for
 
 from flashckpt.errors import SharedMemoryError
 
@@ -152,3 +155,19 @@ def test_workers_protocol_needs_nothing_that_another_python_may_lack() -> None:
     ]
     done = subprocess.run([*words, str(PROGRAMS.parent)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_places_end_who_would_make_a_folder_again_behind_their_removal(tmp_path: Path) -> None:
+    """As a persister does, in a session apart."""
+    script = "import os, time\nwhile True:\n    os.makedirs(os.environ['PLACE'] + '/again', exist_ok=True)\n    time.sleep(0.001)"
+    with program("processes").places(str(tmp_path)) as (disk, memory):
+        running = subprocess.Popen(
+            [sys.executable, "-c", script],
+            env={"PLACE": str(memory)},
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        wait_for((memory / "again").exists, what="the folder")
+    assert running.wait(30) == -signal.SIGKILL
+    assert not memory.exists()
+    assert not disk.exists()
