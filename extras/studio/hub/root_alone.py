@@ -42,12 +42,8 @@ def recorded_on_root(config: RunConfig) -> dict[str, Any]:
     source.close()
     values, run = source.recorded, to_values(source.run)
     train = {**values.get("train", {}), "seq_len": source.run.train.seq_len}
-    return {
-        **values,
-        "model": run["model"],
-        "train": train,
-        "init": {},
-    }  # of the weights it began with nothing is needed
+    # without `init`: of the weights that it began with nothing is needed
+    return {**values, "model": run["model"], "train": train, "init": {}}
 
 
 def of_root_alone(config: RunConfig, step: str | None = None) -> RunConfig:

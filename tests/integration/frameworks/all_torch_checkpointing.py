@@ -61,8 +61,8 @@ moments = {k: v["exp_avg"].full_tensor() for k, v in state["optimizer"]["state"]
 if rank == "0":
     torch.save([whole, moments], f"{folder}/{what}.pt")
 manager.close()
-# All that is judged is on disk. A thread of gloo's that lets go of a tensor while the interpreter goes down needs its lock, is
-# ended by it, and ends the process: "terminate called without an active exception".
+# All that is judged is on disk. Elsewhere a rank was seen to abort at its end ("terminate called without an active exception"),
+# presumably by a thread of gloo's that still wants the interpreter's lock: not shown, and nothing of ours is in this process.
 dist.barrier()
 sys.stderr.flush()
 os._exit(0)
