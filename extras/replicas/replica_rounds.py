@@ -41,11 +41,14 @@ class NodeReport:
 
     @property
     def arrived(self) -> tuple[SnapshotId, ...]:
-        """Ids that all its partners hold but for those that are passed over; where no other is left, what it would send them."""
+        """Ids that all its partners hold but for those that are passed over; where no other is left, what it would send them.
+
+        What is kept counts there, too: else it would be sent and not sent in turn.
+        """
         if not self.passed_over:
             return self.replicated
         if self.reached is None:
-            return (self.target,) if self.target is not None and self.target in self.held else ()
+            return tuple(one for one in self.held if one in (self.target, self.kept))
         return self.reached
 
     @property
@@ -67,12 +70,14 @@ class RoundDecision:
         everywhere: Newest id that every partner of every node holds; None before the first, or while a node is silent.
         kept: The id of which nothing may be overwritten: the newest one everywhere, until something newer takes its place.
         without: Nodes that are passed over.
+        waits: Nothing follows yet: not all have reported to a node that has just begun to decide. Nobody takes it.
     """
 
     target: SnapshotId | None = None
     everywhere: SnapshotId | None = None
     kept: SnapshotId | None = None
     without: tuple[int, ...] = ()
+    waits: bool = False
 
 
 def decide(
@@ -99,7 +104,7 @@ def decide(
     """
     there = [report for report in reports if report is not None]
     if not there or any(report is None and node not in silent for node, report in enumerate(reports)):
-        return RoundDecision()
+        return RoundDecision(waits=True)
     before = before or RoundDecision()
     without = sorted({*silent, *(node for report in there for node in report.passed_over)})
     kept = newest([before.kept, *(report.kept for report in there)])

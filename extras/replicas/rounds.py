@@ -34,12 +34,15 @@ class HeardReports:
 
     Args:
         session: The session.
+
+    Attributes:
+        node: The one that hears.
     """
 
     def __init__(self, session: ReplicaSession) -> None:
-        self._session = session
+        self._session, self.node = session, session.node
         self._reports: dict[int, tuple[float, NodeReport]] = {}
-        self._memory = DecidingMemory(session.every)
+        self._memory = DecidingMemory(every=session.every, last=RoundDecision(everywhere=session.restored))
         self._began_s = time.monotonic()
         self._lock = threading.Lock()
 
@@ -212,6 +215,7 @@ def decision_from(fields: dict[str, Any]) -> RoundDecision:
             everywhere=id_or_none(fields["everywhere"]),
             kept=id_or_none(fields["kept"]),
             without=_nodes(fields["without"]),
+            waits=fields.get("waits") is True,
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConnectionError(f"a decision cannot be read: {error!r}") from error

@@ -85,6 +85,7 @@ class ReplicationService:
         self._senders: list[Sender] = []
         self._targets: dict[SnapshotId, ReplicaTarget] = {}
         self._held: tuple[SnapshotId, ...] = ()
+        self._pinned: tuple[SnapshotId, ...] = ()
         self._seen_s: dict[SnapshotId, float] = {}
         self._changed = threading.Event()
         self._lock = threading.Lock()
@@ -172,19 +173,19 @@ class ReplicationService:
     def kept(self) -> Kept | None:
         """Return what may not be overwritten here."""
         with self._lock:
-            session, kept = self.session, self._rounds.kept
+            session, known, kept = self.session, self._rounds.known, self._rounds.kept
         if session is None:
             return None
-        return Kept(generation=self._record, identity=kept, superseded=session.superseded)
+        return Kept(generation=self._record, identity=known, presumed=kept, superseded=session.superseded)
 
     def take_report(self, node: int, report: NodeReport) -> RoundDecision:
         """Note the report of a node; return what follows from those of all."""
         heard = self._heard
         if heard is None:
-            return RoundDecision()
+            return RoundDecision(waits=True)
         decision = heard.take(node, report)
-        if decision != self._rounds.decision:
-            self._changed.set()
+        if heard.node != node and not decision.waits and decision != self._rounds.decision:
+            self._changed.set()  # the reporter of this node, which reports its own, takes the decision at its next turn
         return decision
 
     # -- one session -----------------------------------------------------------------------------------------
@@ -228,7 +229,7 @@ class ReplicationService:
             self._heard = HeardReports(session) if session is not None else None
             if session is not None:
                 self._rounds = RoundMemory.begin(record.number, session.restored, self._rounds)
-        self._senders, self._targets, self._held = [], {}, ()
+        self._senders, self._targets, self._held, self._pinned = [], {}, (), ()
         self._seen_s.clear()
         if session is None:
             if self._slots is not None:
@@ -259,9 +260,9 @@ class ReplicationService:
         for sender in self._senders:
             sender.set_target(target)
         self._left += [(self._senders, self._targets.pop(one)) for one in sorted(self._targets.keys() - wanted)]
-        held = tuple(found)
-        if held != self._held:
-            self._held = held
+        held, pinned = tuple(found), tuple(i for i, one in sorted(self._targets.items()) if one.pins.keys() == ranks)
+        if (held, pinned) != (self._held, self._pinned):
+            self._held, self._pinned = held, pinned
             self._changed.set()
         if decision.everywhere is not None:
             self.slots.retire(decision.everywhere)
@@ -293,20 +294,22 @@ class ReplicationService:
         if is_target and pins.keys() != ranks:
             release(pins)
             return
-        self._targets[identity] = ReplicaTarget(identity=identity, kept=self._rounds.kept, pins=pins, rows=rows)
+        self._targets[identity] = ReplicaTarget(identity=identity, kept=self._rounds.known, pins=pins, rows=rows)
 
     # -- what it reports ---------------------------------------------------------------------------------------
 
     def _report(self, session: ReplicaSession) -> NodeReport | None:
         """Return what this node says now; None until its partners have said what they hold."""
         damaged = frozenset[SnapshotId]().union(*(sender.progress.damaged for sender in self._senders))
-        held = [identity for identity in self._held if identity not in damaged]
+        held, pinned = ([i for i in one if i not in damaged] for one in (self._held, self._pinned))
         views = [
             PartnerView(node=one.partner, holds=one.progress.holds, is_passed_over=one.is_passed_over)
             for one in self._senders
         ]
         with self._lock:
-            return self._rounds.report(held, views, self._committed) if session is self.session else None
+            if session is not self.session:
+                return None
+            return self._rounds.report(held, views, self._committed, pinned=pinned)
 
     def _take_decision(self, session: ReplicaSession, decision: RoundDecision) -> None:
         with self._lock:

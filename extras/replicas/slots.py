@@ -40,12 +40,14 @@ class Kept:
 
     Attributes:
         generation: The current generation.
-        identity: The id that every partner of every node holds, or what took its place (`RoundMemory.kept`).
+        identity: The id that every partner of every node holds, or what took its place (`RoundMemory.known`).
+        presumed: What stays while that is None.
         superseded: The checkpoint on storage that the generation was restored from.
     """
 
     generation: Generation
     identity: SnapshotId | None = None
+    presumed: SnapshotId | None = None
     superseded: SnapshotId | None = None
 
     def counts(self, header: SlotHeader) -> bool:
@@ -66,13 +68,14 @@ class Kept:
             headers: One per slot.
             pinned: Slots that are being read or written.
         """
+        kept = self.identity or self.presumed
         complete = [header.identity for header in headers if self.counts(header)]
-        newer = {i for i in complete if self.identity is None or i > self.identity}
-        left = {i for i in complete if i != self.identity and is_rolled_back(i, [self.generation])}
+        newer = {i for i in complete if kept is None or i > kept}
+        left = {i for i in complete if i != kept and is_rolled_back(i, [self.generation])}
         return choose_slot(
             [h if self.counts(h) or not h.is_complete else replace(h, state=SlotState.EMPTY) for h in headers],
             pinned=pinned,
-            common=[self.identity] if self.identity is not None else [],
+            common=[kept] if kept is not None else [],
             unrecoverable=newer | left,
             superseded=self.superseded,
         )

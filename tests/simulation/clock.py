@@ -16,8 +16,16 @@ START_S = 1_750_000_000.0
 """Unix time at which every simulation begins."""
 
 
+SPINS = 20_000
+"""Waits of one process at one instant after which it is said to spin."""
+
+
 class Killed(BaseException):
     """The process that runs here was killed: nothing of it happens any more."""
+
+
+class Spins(BaseException):
+    """A process waits again and again, and no time passes."""
 
 
 class Process:
@@ -41,6 +49,14 @@ class Process:
         self.deadly_in: int | None = None
         self.on_death: list[Callable[[], None]] = []
         self.fibers: set[Fiber] = set()
+        self._instant, self._waits = -1.0, 0
+
+    def waits(self, now: float) -> None:
+        """Count a wait that begins; Spins where too many begin at one instant."""
+        self._waits = self._waits + 1 if now == self._instant else 1
+        self._instant = now
+        if self._waits > SPINS:
+            raise Spins(f"{self.name} has waited {SPINS} times at one instant")
 
 
 class Fiber:
@@ -215,6 +231,8 @@ class Scheduler:
         process = self.process if fiber is None else fiber.process
         if process is not None and not process.alive:
             raise Killed
+        if fiber is not None:
+            fiber.process.waits(self.now)
 
     def kill(self, process: Process) -> None:
         """Kill a process: its fibers unwind without any effect, then its locks go."""

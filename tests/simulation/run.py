@@ -14,7 +14,7 @@ from flashckpt.errors import FlashckptError
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Segment
 from simulation import memory, replicas, seams
-from simulation.clock import CLOCK, Process
+from simulation.clock import CLOCK, Process, Spins
 from simulation.job import Job, Setup
 from simulation.machines import Node
 from simulation.plan import KINDS, Fault, draw
@@ -122,11 +122,13 @@ def simulate(seed: int, setup: Setup | None = None, faults: Sequence[Fault] | No
         _run(job, faults)
     except Violation as error:
         outcome.rule, outcome.problem = error.rule, str(error)
+    except Spins as error:
+        outcome.rule, outcome.problem = "time passes", str(error)
     finally:
         outcome.story, outcome.counts, outcome.virtual_s = job.story, dict(job.counts), CLOCK.scheduler.now
         try:
             CLOCK.scheduler.close(job.processes)
-        except Violation:
+        except (Violation, Spins):
             pass
     return outcome
 

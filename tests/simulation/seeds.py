@@ -108,4 +108,19 @@ SEEDS = [
          [Fault(14.274906310468229, "listings lag", 447, 0.4329450200070144),
           Fault(18.431420440296208, "others take over", 292, 0.7979945653272773),
           Fault(26.14608255994637, "others take over", 433, 0.31817346916401745)]),
+    # a decision on replicas that swung between two answers: the thread that follows it never waited again
+    Seed("time passes", 234877252, Setup(nodes=3, spares=3, replicate=1, step_s=10.0, persist_every=12, copy_s=0.1, discards=0.03, keep_last=2, latency_s=0.15),
+         [Fault(29.56542680559361, "cut between nodes", 601, 0.5053299776829261),
+          Fault(116.05665880792586, "resize", 115, 0.03881585257505704),
+          Fault(252.5071239172466, "cut between nodes", 99, 0.29302962986210135)]),
+    # a node that decides, of which not all have heard yet: its thread never waited again
+    Seed("time passes", 234877323, Setup(nodes=4, spares=4, slots=4, replicate=2, step_s=10.0, persist_every=1, persist_s=20, copy_s=0.8),
+         [Fault(32.39733285724071, "keep mark", 23, 0.28041380670542193),
+          Fault(34.78897688536043, "restart node", 354, 0.6468436419446622),
+          Fault(82.72457536395409, "keep mark", 547, 0.15108063566632957),
+          Fault(103.52993718624465, "keep mark", 622, 0.2477647735002152),
+          Fault(109.89233479716253, "restart node", 314, 0.39019694476079503),
+          Fault(176.1646278927898, "restart node", 273, 0.639285400996464),
+          Fault(183.0416306163647, "keep mark", 766, 0.3302564368011486),
+          Fault(252.8838993184011, "restart node", 716, 0.5182646137355017)]),
 ]  # fmt: skip

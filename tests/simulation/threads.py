@@ -89,6 +89,7 @@ class Event:
     def wait(self, limit_s: float) -> bool:
         """Wait for it."""
         scheduler = CLOCK.scheduler
+        scheduler.check()
         end, fiber = scheduler.now + limit_s, scheduler.fiber
         while not self._is_set and scheduler.now < end:
             assert fiber is not None, "only a fiber waits"
