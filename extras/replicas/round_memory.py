@@ -26,7 +26,7 @@ class PartnerView:
 
 
 @dataclass
-class Mark:
+class TargetMark:
     """What was sent last, by the decisions that were taken or given.
 
     Attributes:
@@ -59,7 +59,7 @@ class Mark:
 
 
 @dataclass
-class RoundMemory(Mark):
+class RoundMemory(TargetMark):
     """What one node remembers: nothing that is kept gives way to anything older.
 
     Attributes:
@@ -92,7 +92,7 @@ class RoundMemory(Mark):
 
     @property
     def known(self) -> SnapshotId | None:
-        """What is kept, to be told to others; None while it is presumed."""
+        """What is kept, for others to believe; None while it is presumed."""
         return None if self.is_presumed else self.kept
 
     def adopt(self, decision: RoundDecision) -> None:
@@ -154,7 +154,7 @@ class RoundMemory(Mark):
 
 
 @dataclass
-class DecidingMemory(Mark):
+class DecidingMemory(TargetMark):
     """What the node that decides remembers: not all have heard of its last decision, and reports on their way are older.
 
     Attributes:
