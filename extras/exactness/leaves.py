@@ -16,7 +16,7 @@ from torch import nn
 from flashckpt.core.digest import digest, digest_of
 from flashckpt.exactness.insides import contents, is_own, place_of
 from flashckpt.state import rng
-from flashckpt.state.data_sources import begins_when_read
+from flashckpt.state.data_sources import begins_when_read, keeps_state
 from flashckpt.state.placement import dtensor
 from flashckpt.state.registry import StateRegistry
 
@@ -228,6 +228,8 @@ class Walk:
     # -- variables --------------------------------------------------------------------------------------------
 
     def _visit(self, path: str, value: Any, depth: int, *, is_foreign: bool) -> None:
+        if path in self.leaves:  # what a state says of it counts
+            return
         if type(value) in _PLAIN or isinstance(value, np.generic):
             if not is_foreign:
                 self._leaf(path, value, None, "value")
@@ -252,6 +254,10 @@ class Walk:
         elif (state := _asked(value, "state_dict", "load_state_dict")) is not None:
             self._tree(path, state, 0, owner)
         elif is_foreign or not self._has_place(path, value, owner):
+            if keeps_state(type(value)) and is_own(
+                type(value).__module__
+            ):  # a source of data: it may begin to read when it is asked
+                self._tree(path, {key: one for key, one in vars(value).items() if _is_data(one, 1)}, 0, owner)
             self._beside(path, value, depth)
 
     def _has_place(self, path: str, value: Any, owner: tuple[str, str, str]) -> bool:
