@@ -135,7 +135,7 @@ def continued(unbroken: RunTrace, restarted: RunTrace, *, ignored: Sequence[str]
         if leaf.kind == "generator" and _moves(unbroken, path)
     ]
     if found.moved and not causes:
-        added = unbroken.added.get(at + 1, ())
+        added = unbroken.added.get(at + 1) or ()
         causes = [
             _of_gradients(leaf, at) for leaf in before.values() if leaf.kind == "gradient" and leaf.owner in added
         ]
@@ -266,7 +266,7 @@ def _of_the_moved(found: Judgement, unbroken: RunTrace, before: Mapping[str, Rec
     models = {leaf.owner for leaf in _of(unbroken, ENDS, step).values() if leaf.kind == "gradient"}
     leaves = {path: _of(unbroken, ENDS, found.first or 0)[path] for path in found.moved}
     if any(leaf.owner in models for leaf in leaves.values()):
-        return [_of_gradients(leaf, step) for leaf in gradients]
+        return [_of_gradients(leaf, step) for leaf in gradients if unbroken.added.get(step + 1) is None]
     path, leaf = next(iter(leaves.items()))
     what = (
         f"{leaf.owner!r} ({leaf.of}) is another one after step {found.first} than in the unbroken run: {path} differs"

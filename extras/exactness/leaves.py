@@ -56,6 +56,12 @@ def bytes_of(tensor: torch.Tensor) -> Any:
     return own.contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
 
 
+def is_zero(tensor: torch.Tensor) -> bool:
+    """Return whether this rank's part of a tensor is all zeros: asks no other rank."""
+    raw = bytes_of(tensor)
+    return isinstance(raw, np.ndarray) and not raw.any()
+
+
 def digest_of_inputs(value: Any) -> int:
     """Return the digest of what a model was given: tensors, arrays and plain values, however they are nested."""
     if isinstance(value, torch.Tensor):
@@ -184,8 +190,7 @@ class Walk:
                     self._wait(f"{path}.{name}.{key}", value, 1, is_foreign=False)
 
     def _gradients(self, label: str, module: nn.Module) -> None:
-        given = [bytes_of(p.grad) for p in module.parameters() if p.grad is not None]
-        raw = [one for one in given if not isinstance(one, np.ndarray) or one.any()]
+        raw = [bytes_of(p.grad) for p in module.parameters() if p.grad is not None and not is_zero(p.grad)]
         self.leaves[f"gradients of {label}"] = Leaf("gradient", label, "", f"{digest_of(*raw):x}" if raw else "", "")
 
     def _modes(self, label: str, module: nn.Module) -> None:
@@ -221,7 +226,7 @@ class Walk:
             where, is_foreign = ".".join(filter(None, (path or "model", name))), not is_own(type(one).__module__)
             for key, value in vars(one).items():
                 if key not in _OF_MODULES and not (is_foreign and key.startswith("_")):
-                    self._wait(f"{where}.{key}", value, 1, is_foreign=is_foreign)
+                    self._wait(f"{where}.{key}", value, 1, is_foreign=is_foreign and type(value) not in _PLAIN)
             for hook in chain(one._forward_hooks.values(), one._forward_pre_hooks.values()):  # noqa: SLF001 -- has no public name
                 self._wait(f"a hook of {where}", hook, 1, is_foreign=True)
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from flashckpt import Checkpointer
 from flashckpt.environment import env
-from flashckpt.exactness.leaves import Walk, digest_of_inputs
+from flashckpt.exactness.leaves import Walk, digest_of_inputs, is_zero
 from flashckpt.exactness.records import BEGINS, ENDED, ENDS, MADE, RESTORED, done_file, record_file
 from flashckpt.state.registry import StateRegistry
 
@@ -58,15 +58,15 @@ class AddedGradients:
     def _reach(self, label: str, parameter: nn.Parameter, _: torch.Tensor) -> None:
         """A gradient comes to a parameter, and is added next to what it has."""
         key, grad = id(parameter), parameter.grad
-        if grad is None or not grad.any():
+        if grad is None or is_zero(grad):
             self._found.pop(key, None)
         elif key not in self._reached:
             self._found[key] = label
         self._reached.add(key)
 
-    def taken(self) -> list[str]:
-        """Return the models of this step, and begin the next."""
-        found = sorted(set(self._found.values()))
+    def taken(self) -> list[str] | None:
+        """Return the models of this step, and begin the next; None where no gradient was seen to come, as with FSDP2."""
+        found = sorted(set(self._found.values())) if self._reached else None
         self._reached.clear()
         self._found.clear()
         return found

@@ -171,6 +171,7 @@ FAULTS: dict[str, tuple[dict[str, str], str, str]] = {
         {"sampler=sampler, rng": "rng", "sampler=sampler)\nmodel": "sampler=order)\nmodel",
          "sampler = Elastic": ORDER + "order = Order()\nsampler = Elastic", "sampler.epochs(10)": "range(10)"},
         "object", "order (Order) is not restored: order.at differs"),
+    "dropout that grows": ({"# after": "model[1].p *= 0.9"}, "value", "model.1.p is 0.5 and was 0.2"),
     "an environment": ({"# setup": ENVIRONMENT, "# before": "x = x + env.step()"}, "tensor", "the tensor env.place"),
     "a list of tensors": ({"# setup": "seen = []", "# before": "x = x + sum(seen)", "# after": "seen.append(x.mean(0))"},
                           "value", "len(seen) is 0 and was 5"),
