@@ -53,7 +53,8 @@ class AddedGradients:
             for parameter in part.parameters():
                 if parameter.requires_grad and id(parameter) not in self._watched:
                     self._watched[id(parameter)] = parameter
-                    parameter.register_hook(functools.partial(self._reach, label, parameter))
+                    hook = functools.partial(self._reach, label, parameter)
+                    parameter.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _reach(self, label: str, parameter: nn.Parameter, _: torch.Tensor) -> None:
         """A gradient comes to a parameter, and is added next to what it has."""

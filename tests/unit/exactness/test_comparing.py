@@ -212,7 +212,7 @@ def test_gradients_that_a_step_adds_to_are_the_cause_beside_a_number(
     """Those that a step sets to zero first are none, though they were other ones."""
 
     def lost(run: RunTrace, digest: str) -> RunTrace:
-        run.added = added
+        run.added = {**added}
         for leaves in run.leaves.values():
             leaves["gradients of model"] = Recorded("gradient", "model", "", digest, "")  # type: ignore[index]
         return run
