@@ -131,14 +131,14 @@ def _refuse_unusable(run: Ran, kill_after: int) -> None:
 
 def _table(found: Judgement, script: str) -> Group:
     table = new_table("WHAT", "TO DO", title=_title(found, script))
-    for cause in [*found.causes, *([] if found.causes else found.hints)]:
+    for cause in found.likely:
         table.add_row(cause.what, cause.remedy)
     lines: list[Any] = [table] if table.rows else [_title(found, script)]
     if found.moved:
         more = f" and {len(found.moved) - _SHOWN} more" if len(found.moved) > _SHOWN else ""
         lines.append(f"different at the end of step {found.first}: {', '.join(found.moved[:_SHOWN])}{more}")
-    if found.causes and found.hints:
-        lines.append("also other than they were: " + "; ".join(hint.what for hint in found.hints[:_SHOWN]))
+    if others := [hint.what for hint in found.hints[:_SHOWN] if hint not in found.likely]:
+        lines.append("also other than they were: " + "; ".join(others))
     return Group(*lines)
 
 

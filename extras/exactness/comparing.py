@@ -16,6 +16,8 @@ _DRAWN = (
 _ELASTIC = "take the data from an ElasticSampler, track it, and give it to the loader"
 _SEEDED = "the order is tracked: samples that draw in loader workers need SeededSamples, other draws and changes what is named here"
 _SOURCES = frozenset(("ElasticSampler", "ElasticBatchSampler", "ExactLoader", "StepBatches", "PreparedPosition"))
+_AGAIN = " a second time"
+_MOST_LIKELY = 6
 _ORDER = ("state", "changed", "object", "generator", "tensor", "gradient", "data", "value")
 
 
@@ -59,6 +61,12 @@ class Judgement:
     hints: list[Moved] = field(default_factory=list)
     moved: list[str] = field(default_factory=list)
     first: int | None = None
+
+    @property
+    def likely(self) -> list[Moved]:
+        """The causes; where nothing is known but that the data differ, what they may follow from is before them."""
+        is_explained = any(one.kind != "data" or one.what.endswith(_AGAIN) for one in self.causes)
+        return self.causes if is_explained else [*self.hints[:_MOST_LIKELY], *self.causes]
 
 
 def deterministic(first: RunTrace, second: RunTrace, ignored: Sequence[str] = ()) -> Judgement:
@@ -126,6 +134,11 @@ def continued(unbroken: RunTrace, restarted: RunTrace, *, ignored: Sequence[str]
         for path, leaf in before.items()
         if leaf.kind == "generator" and _moves(unbroken, path)
     ]
+    if found.moved and not causes:
+        added = unbroken.added.get(at + 1) or ()
+        causes = [
+            _of_gradients(leaf, at) for leaf in before.values() if leaf.kind == "gradient" and leaf.owner in added
+        ]
     causes += _of_data(unbroken, restarted, found, causes)
     causes = list({(cause.kind, cause.name): cause for cause in reversed(causes)}.values())[::-1]
     found.causes = sorted(causes, key=lambda cause: _ORDER.index(cause.kind))
@@ -253,7 +266,7 @@ def _of_the_moved(found: Judgement, unbroken: RunTrace, before: Mapping[str, Rec
     models = {leaf.owner for leaf in _of(unbroken, ENDS, step).values() if leaf.kind == "gradient"}
     leaves = {path: _of(unbroken, ENDS, found.first or 0)[path] for path in found.moved}
     if any(leaf.owner in models for leaf in leaves.values()):
-        return [_of_gradients(leaf, step) for leaf in gradients]
+        return [_of_gradients(leaf, step) for leaf in gradients if unbroken.added.get(step + 1) is None]
     path, leaf = next(iter(leaves.items()))
     what = (
         f"{leaf.owner!r} ({leaf.of}) is another one after step {found.first} than in the unbroken run: {path} differs"
@@ -293,10 +306,12 @@ def _of_data(unbroken: RunTrace, restarted: RunTrace, found: Judgement, causes: 
         known = [one for one in sorted(unbroken.inputs, reverse=True) if unbroken.inputs[one] == given and one != step]
         whose = f"what step {known[-1]} is given" if known else "other data than"
         if known:
-            again = " a second time" if known[-1] <= at else ""
+            again = _AGAIN if known[-1] <= at else ""
             what = f"step {step} is given {whose}{again}"
         elif set(given) & set(wanted):
             what = f"step {step} is given only a part of its data"
+            if set(given) - set(wanted):
+                what = f"step {step} is given data of which some is other than in the unbroken run"
         else:
             what = f"step {step} is given {whose} in the unbroken run"
         is_ordered = any(leaf.kind == "tracked" and leaf.of in _SOURCES for leaf in _of(restarted, ENDS, step).values())

@@ -16,7 +16,7 @@ from torch import nn
 from flashckpt.core.digest import digest, digest_of
 from flashckpt.exactness.insides import contents, is_own, place_of
 from flashckpt.state import rng
-from flashckpt.state.data_sources import begins_when_read
+from flashckpt.state.data_sources import begins_when_read, keeps_state
 from flashckpt.state.placement import dtensor
 from flashckpt.state.registry import StateRegistry
 
@@ -54,6 +54,12 @@ def bytes_of(tensor: torch.Tensor) -> Any:
     if own.layout is not torch.strided or own.is_meta or own.is_quantized:
         return repr((own.layout, own.shape)).encode()
     return own.contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+
+
+def is_zero(tensor: torch.Tensor) -> bool:
+    """Return whether this rank's part of a tensor is all zeros: asks no other rank."""
+    raw = bytes_of(tensor)
+    return isinstance(raw, np.ndarray) and not raw.any()
 
 
 def digest_of_inputs(value: Any) -> int:
@@ -184,8 +190,7 @@ class Walk:
                     self._wait(f"{path}.{name}.{key}", value, 1, is_foreign=False)
 
     def _gradients(self, label: str, module: nn.Module) -> None:
-        given = [bytes_of(p.grad) for p in module.parameters() if p.grad is not None]
-        raw = [one for one in given if not isinstance(one, np.ndarray) or one.any()]
+        raw = [bytes_of(p.grad) for p in module.parameters() if p.grad is not None and not is_zero(p.grad)]
         self.leaves[f"gradients of {label}"] = Leaf("gradient", label, "", f"{digest_of(*raw):x}" if raw else "", "")
 
     def _modes(self, label: str, module: nn.Module) -> None:
@@ -221,13 +226,15 @@ class Walk:
             where, is_foreign = ".".join(filter(None, (path or "model", name))), not is_own(type(one).__module__)
             for key, value in vars(one).items():
                 if key not in _OF_MODULES and not (is_foreign and key.startswith("_")):
-                    self._wait(f"{where}.{key}", value, 1, is_foreign=is_foreign)
+                    self._wait(f"{where}.{key}", value, 1, is_foreign=is_foreign and type(value) not in _PLAIN)
             for hook in chain(one._forward_hooks.values(), one._forward_pre_hooks.values()):  # noqa: SLF001 -- has no public name
                 self._wait(f"a hook of {where}", hook, 1, is_foreign=True)
 
     # -- variables --------------------------------------------------------------------------------------------
 
     def _visit(self, path: str, value: Any, depth: int, *, is_foreign: bool) -> None:
+        if path in self.leaves:  # what a state says of it counts
+            return
         if type(value) in _PLAIN or isinstance(value, np.generic):
             if not is_foreign:
                 self._leaf(path, value, None, "value")
@@ -252,6 +259,10 @@ class Walk:
         elif (state := _asked(value, "state_dict", "load_state_dict")) is not None:
             self._tree(path, state, 0, owner)
         elif is_foreign or not self._has_place(path, value, owner):
+            if keeps_state(type(value)) and is_own(
+                type(value).__module__
+            ):  # a source of data: it may begin to read when it is asked
+                self._tree(path, {key: one for key, one in vars(value).items() if _is_data(one, 1)}, 0, owner)
             self._beside(path, value, depth)
 
     def _has_place(self, path: str, value: Any, owner: tuple[str, str, str]) -> bool:

@@ -17,8 +17,9 @@ from torch import nn
 
 from flashckpt import Checkpointer
 from flashckpt.environment import env
-from flashckpt.exactness.leaves import Walk, digest_of_inputs
+from flashckpt.exactness.leaves import Walk, digest_of_inputs, is_zero
 from flashckpt.exactness.records import BEGINS, ENDED, ENDS, MADE, RESTORED, done_file, record_file
+from flashckpt.state.registry import StateRegistry
 
 
 @dataclass(kw_only=True)
@@ -36,6 +37,40 @@ class Plan:
     steps: int
     kill_after: int = 0
     start: int | None = None
+
+
+class AddedGradients:
+    """Notes which tracked models add, in a step, to gradients from before it, and do not set them to zero after all."""
+
+    def __init__(self) -> None:
+        self._watched: dict[int, nn.Parameter] = {}
+        self._reached = set[int]()
+        self._found: dict[int, str] = {}
+
+    def watch(self, tracked: StateRegistry) -> None:
+        """Watch parameters that are not watched yet."""
+        for label, part in ((label, one) for label, parts in tracked.modules.items() for one in parts):
+            for parameter in part.parameters():
+                if parameter.requires_grad and id(parameter) not in self._watched:
+                    self._watched[id(parameter)] = parameter
+                    hook = functools.partial(self._reach, label, parameter)
+                    parameter.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _reach(self, label: str, parameter: nn.Parameter, _: torch.Tensor) -> None:
+        """A gradient comes to a parameter, and is added next to what it has."""
+        key, grad = id(parameter), parameter.grad
+        if grad is None or is_zero(grad):
+            self._found.pop(key, None)
+        elif key not in self._reached:
+            self._found[key] = label
+        self._reached.add(key)
+
+    def taken(self) -> list[str] | None:
+        """Return the models of this step, and begin the next; None where no gradient was seen to come, as with FSDP2."""
+        found = sorted(set(self._found.values())) if self._reached else None
+        self._reached.clear()
+        self._found.clear()
+        return found
 
 
 class RankProbe:
@@ -57,6 +92,7 @@ class RankProbe:
         self._last: int | None = None
         self.parts: dict[int, Checkpointer] = {}  # by the id of a tracked model, which the Checkpointer keeps
         self._is_seen = False  # whether what the step began with is written down
+        self._gradients = AddedGradients()
 
     def install(self) -> None:
         """Put the observation around the methods of Checkpointer: every script and integration calls those."""
@@ -96,6 +132,7 @@ class RankProbe:
             return False
         if not self._is_seen:
             self._is_seen = True
+            self._gradients.watch(checkpointer._tracked)  # noqa: SLF001 -- has no public name
             self.observe(checkpointer, BEGINS, self._last + 1)
         return True
 
@@ -114,7 +151,7 @@ class RankProbe:
         """Write down the step, and stand still behind the last one until the command ends all ranks at once."""
         self._last, self._is_seen = step, False
         inputs, self._inputs = self._inputs, []
-        self.observe(checkpointer, ENDS, step, inputs=inputs)
+        self.observe(checkpointer, ENDS, step, inputs=inputs, added=self._gradients.taken())
         if step - int(self._begun.read_text()) >= self.plan.steps:
             done_file(self._folder, self._rank).touch()
             while True:

@@ -30,6 +30,7 @@ class RunTrace:
         restored: The step of the restore; 0 on a fresh start, None where none was made.
         leaves: By instant (kind, step), then path.
         inputs: By step, what the tracked models were given.
+        added: By step, the tracked models whose gradients from before it were added to; None where nobody can tell.
         rng: Whether the global generators are tracked.
         is_made: Whether a Checkpointer was made.
         has_ended: Whether the script ran to its end.
@@ -38,6 +39,7 @@ class RunTrace:
     restored: int | None = None
     leaves: dict[tuple[str, int], Mapping[str, Recorded]] = field(default_factory=dict)
     inputs: dict[int, list[str]] = field(default_factory=dict)
+    added: dict[int, list[str] | None] = field(default_factory=dict)
     rng: bool = False
     is_made: bool = False
     has_ended: bool = False
@@ -55,7 +57,7 @@ class RunTrace:
         if kind == RESTORED:
             self.restored, self.rng = step, line["rng"]
         if kind == ENDS:
-            self.inputs[step] = line["inputs"]
+            self.inputs[step], self.added[step] = line["inputs"], line["added"]
         if "leaves" in line:
             self.leaves[kind, step] = {path: Recorded(*leaf) for path, leaf in line["leaves"].items()}
 

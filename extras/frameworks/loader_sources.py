@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from flashckpt.core.values import pack_values, unpack_values
 from flashckpt.errors import ConfigError
 from flashckpt.state import pytree
-from flashckpt.state.data_sources import SHUFFLED_STREAM, asks_for_more, continuation_of, keeps_state, refusal_of
+from flashckpt.state.data_sources import SHUFFLED_STREAM, asks_for_more, continuation_of, keeps_its_place, refusal_of
 
 BEGIN_AGAIN = "ExactLoader(..., replay=True) reads an epoch again from its beginning, up to the place"
 
@@ -130,10 +130,10 @@ def source_of(thing: Any, *, replay: bool) -> BatchSource:
         raise _refused(thing, "its shuffle() keeps samples in a buffer that no state_dict() of it holds")
     if asks_for_more(thing):
         raise _refused(thing, "its state_dict() asks how much was read", (refusal_of(thing) or ("", ""))[1])
-    if keeps_state(thing):
+    if keeps_its_place(thing):
         return Loader(thing)
     if (known := refusal_of(thing)) is not None:
-        raise _refused(thing, "it keeps no state", known[1].partition("; or ")[0])
+        raise _refused(thing, "it keeps no state that continues at every restart", known[1].partition("; or ")[0])
     if callable(getattr(thing, "__iter__", None)):
         return WithIterators(thing)
     raise _refused(thing, "it cannot be iterated")

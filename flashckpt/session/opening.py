@@ -30,7 +30,7 @@ from flashckpt.planning.odd_node import odd_node
 from flashckpt.plugin import ReplicaPlan
 from flashckpt.restore.absent_state import recorded_beside
 from flashckpt.restore.coordinator import RestoreCoordinator, RestoreOutcome, RestoreRequest
-from flashckpt.shm import capacity
+from flashckpt.shm import capacity, gc
 from flashckpt.shm.ack_relay import AckRelay, RelayStore, RelayThread
 from flashckpt.shm.acks import SnapshotAcks
 from flashckpt.shm.agent_folder import agent_folder, ended_agent, note_bad_numbers, read_job, write_job
@@ -95,6 +95,7 @@ class Opening:
         except BaseException:
             self.memory.release()
             self.directory.let_go()
+            gc.remove_unused(self.directory.path)
             raise
 
     def run(self) -> OpenedJob:

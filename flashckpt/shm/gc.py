@@ -15,13 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashckpt.environment import env
-from flashckpt.errors import JobInUseError, NoCheckpointError
+from flashckpt.errors import FlashckptError, JobInUseError, NoCheckpointError
 from flashckpt.shm import block
 from flashckpt.shm.job_directory import JobDirectory, memory_root
 from flashckpt.shm.lease import Lease
 from flashckpt.shm.private import Skipped, private_directories, private_directory, remove_tree
+from flashckpt.shm.segment import Segment
 
 _ENDED = ".ended-"
+_LOCKS = ("live.lock", "daemon.lock")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,19 +118,27 @@ def remove(dead: DeadMemory) -> int:
     with private_directory(dead.path.parent) as base:
         if _ENDED in dead.path.name:
             return _remove_tree(dead.path, base)
-        gone = take_away(dead.path, base, locks=["live.lock", "daemon.lock"])
+        gone = take_away(dead.path, base, locks=_LOCKS)
         if gone is None:
             raise JobInUseError(f"job {dead.job!r} was just started", state="Its memory was kept.")
         return _remove_tree(gone, base)
 
 
-def take_away(path: Path, base: int, *, locks: Sequence[str]) -> Path | None:
+def remove_unused(path: Path) -> None:
+    """Remove a job directory without a snapshot or record, unless somebody uses it: that of an opening that was refused."""
+    with contextlib.suppress(FileNotFoundError), private_directory(path.parent) as base:
+        if gone := take_away(path, base, locks=_LOCKS, only_unused=True):
+            remove_tree(gone.name, base)
+
+
+def take_away(path: Path, base: int, *, locks: Sequence[str], only_unused: bool = False) -> Path | None:
     """Give a job directory a name under which nobody looks for it; return that, or None where somebody uses it.
 
     Args:
         path: The directory.
         base: Descriptor of the one around it.
         locks: Those that must be free, and are held until it is done: nobody starts in between.
+        only_unused: Also None where it holds more than these and segments without a snapshot.
     """
     gone = path.with_name(f".{path.name}{_ENDED}{os.getpid()}")
     with private_directory(path, within=base) as inside, contextlib.ExitStack() as stack:
@@ -137,10 +147,23 @@ def take_away(path: Path, base: int, *, locks: Sequence[str]) -> Path | None:
             stack.callback(lease.close)
         if not all(lease.exclusive(0) for lease in leases):
             return None
+        if only_unused and any(map(_holds, (Path(folder, one) for folder, _, names in os.walk(path) for one in names))):
+            return None
         # one rename: nobody ever sees half a directory under the job's name
         block.withdraw_all(path)
         os.rename(path.name, gone.name, src_dir_fd=base, dst_dir_fd=base)
     return gone
+
+
+def _holds(path: Path) -> bool:
+    """Return whether a file of a job is a record, or a segment with a snapshot or of which nobody can tell."""
+    if path.name in _LOCKS:
+        return False
+    try:
+        with contextlib.closing(Segment.attach(path)) as segment:
+            return any(header.is_complete for header in segment.headers())
+    except (FlashckptError, OSError):  # no segment
+        return True
 
 
 def _remove_tree(path: Path, base: int) -> int:

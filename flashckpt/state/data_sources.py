@@ -50,9 +50,8 @@ OWN_STATE = Continuation(
     words="exact on the same ranks and loader workers, if load_state_dict() of the data set continues at the next sample"
 )
 READ_AGAIN = Continuation(
-    words="exact at the first restart only, if the data set yields the same samples each time: it keeps no state, is read again from "
-    "its beginning, and the loader counts twice what it read again: the next restart leaves data out or fails; exact in "
-    "flashckpt.integrations.loaders.ExactLoader(loader, replay=True)",
+    words="exact at the first restart only: its data set keeps no state and is read again from its beginning, and the loader counts "
+    "that twice; the next restart leaves data out or fails",
     is_exact=False,
 )
 ORDER_AGAIN = Continuation(
@@ -182,6 +181,10 @@ def refusal_of(thing: Any) -> tuple[str, str] | None:
             "a loader that counts what it hands out: this state_dict() asks for that count",
             "iterate over it in its library's loader, such as StreamingDataLoader, and track that",
         )
+    if (found := continuation_of(thing)) is READ_AGAIN:
+        return f"a source that is exact at every restart; this one is {found.words}", (
+            f"give its data set state_dict() and load_state_dict(); or {again}"
+        )
     if isinstance(thing, DataLoader):
         return (
             "a sampler that keeps a position, or a loader that does",
@@ -213,6 +216,11 @@ def remedy_for(thing: Any) -> str:
 def keeps_state(data: Any) -> bool:
     """Whether it has a state to ask for, and takes it."""
     return callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))
+
+
+def keeps_its_place(thing: Any) -> bool:
+    """Whether its state can be asked for, and tells its place at every restart."""
+    return keeps_state(thing) and not asks_for_more(thing) and continuation_of(thing) is not READ_AGAIN
 
 
 def asks_for_more(thing: Any) -> bool:

@@ -14,10 +14,9 @@ from flashckpt.core.values import RESERVED
 from flashckpt.errors import ConfigError, UnsupportedStateError
 from flashckpt.state import exclusion, modules, optimizer_state, samplers, value_reader
 from flashckpt.state.data_sources import (
-    asks_for_more,
     begins_when_read,
     fetches_when_read,
-    keeps_state,
+    keeps_its_place,
     may_be_read_first,
     refusal_of,
     remedy_for,
@@ -129,7 +128,7 @@ class StateRegistry:
         elif isinstance(thing, (list, tuple)):
             for i, part in enumerate(parts):
                 self.add(f"{name}-{i}", part, fenced=fenced)
-        elif keeps_state(thing) and not asks_for_more(thing):
+        elif keeps_its_place(thing):
             samplers.refuse_second(name, thing, self.objects)
             refuse_deep(name, *parts)
             self.objects[name] = thing

@@ -267,6 +267,13 @@ def plain_bare(place):
     return exact(DataLoader(Stream(place), batch_size=place.batch))
 
 
+def torchdata_bare(place):
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    loader = StatefulDataLoader(Stream(place), batch_size=place.batch, num_workers=place.workers)
+    return loader, {"data": loader}
+
+
 _OTHER_RANKS_REFUSED = {RANKS: REFUSED}
 _ALL_REFUSED = dict.fromkeys(TRIALS, REFUSED)
 _ALIKE = {WORKERS: REFUSED, RANKS: REFUSED}
@@ -310,6 +317,12 @@ WORKLOADS = {
         Workload(name="WebDataset stream, `replay=True`", make=webdataset, needs=("webdataset",), promised=_ALIKE),
         Workload(name="stream without state, `replay=True`", make=plain, promised=_ALIKE),
         Workload(name="stream without state", make=plain_bare, promised=_ALL_REFUSED),
+        Workload(
+            name="`StatefulDataLoader` of it",
+            make=torchdata_bare,
+            needs=("torchdata",),
+            promised=_ALL_REFUSED,
+        ),
     )
 }
 

@@ -115,6 +115,24 @@ class Environment:
 
 env = Environment()
 """
+ORDER = """
+class Order(torch.utils.data.Sampler):
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):
+        while self.at < 24:
+            self.at += 1
+            yield self.at - 1
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+"""
 DRAWN = """class Drawn(TensorDataset):
     def __getitem__(self, i):
         return [one + torch.rand(()) for one in super().__getitem__(i)]
@@ -145,6 +163,15 @@ FAULTS: dict[str, tuple[dict[str, str], str, str]] = {
     "gradients": ({"        optimizer.zero_grad()\n": "", "        optimizer.step()\n": "        if step % 3 == 2:\n"
                    "            optimizer.step()\n            optimizer.zero_grad()\n"},
                   "gradient", "step 6 begins with gradients of 'model' from before it"),
+    "gradients beside a count": (
+        {"# setup": "micro = 0", "        optimizer.zero_grad()\n": "", "        optimizer.step()\n": "        micro += 1\n"
+         "        if micro % 3 == 0:\n            optimizer.step()\n            optimizer.zero_grad()\n"},
+        "gradient", "step 6 begins with gradients of 'model' from before it"),
+    "a sampler of their own": (
+        {"sampler=sampler, rng": "rng", "sampler=sampler)\nmodel": "sampler=order)\nmodel",
+         "sampler = Elastic": ORDER + "order = Order()\nsampler = Elastic", "sampler.epochs(10)": "range(10)"},
+        "object", "order (Order) is not restored: order.at differs"),
+    "dropout that grows": ({"# after": "model[1].p *= 0.9"}, "value", "model.1.p is 0.5 and was 0.2"),
     "an environment": ({"# setup": ENVIRONMENT, "# before": "x = x + env.step()"}, "tensor", "the tensor env.place"),
     "a list of tensors": ({"# setup": "seen = []", "# before": "x = x + sum(seen)", "# after": "seen.append(x.mean(0))"},
                           "value", "len(seen) is 0 and was 5"),

@@ -203,8 +203,34 @@ def test_ranks_are_one_answer() -> None:
     assert comparing.as_json(found)["restored_step"] == 2
 
 
+@pytest.mark.parametrize(
+    ("added", "causes"), [({3: ["model"]}, ["gradient"]), ({3: ["other"]}, []), ({4: ["model"]}, [])]
+)
+def test_gradients_that_a_step_adds_to_are_the_cause_beside_a_number(
+    added: dict[int, list[str]], causes: list[str]
+) -> None:
+    """Those that a step sets to zero first are none, though they were other ones."""
+
+    def lost(run: RunTrace, digest: str) -> RunTrace:
+        run.added = {**added}
+        for leaves in run.leaves.values():
+            leaves["gradients of model"] = Recorded("gradient", "model", "", digest, "")  # type: ignore[index]
+        return run
+
+    found = continued(lost(trace(), "7"), lost(again(total=0, model=lambda done: done + (done > 2)), ""))
+    assert (found.verdict, [cause.kind for cause in found.causes]) == (NOT_EXACT, causes)
+    assert [hint.name for hint in found.hints] == ["total"]
+
+
+def test_a_number_is_before_the_data_that_may_follow_from_it_and_behind_data_that_came_before() -> None:
+    def first(data: Any) -> str:
+        return continued(trace(), again(total=0, model=lambda done: done + (done > 2), data=data)).likely[0].kind
+
+    assert (first(99), first(lambda step: step - 2)) == ("value", "data")
+
+
 def test_a_line_that_a_kill_cut_is_left_out(tmp_path: Path) -> None:
-    line = '{"at": ["ends", 1], "inputs": ["a"], "leaves": {}}'
+    line = '{"at": ["ends", 1], "inputs": ["a"], "added": [], "leaves": {}}'
     record_file(tmp_path, 0, 0).write_text(f'{{"at": ["made", 0]}}\n{line}\n{line[:20]}')
     found = read_trace(tmp_path, 0, 0)
     assert (found.is_made, found.steps, read_trace(tmp_path, 1, 0).steps) == (True, [1], [])

@@ -335,16 +335,17 @@ def test_other_workers_of_a_stream_that_is_read_again_are_refused_whatever_batch
 @pytest.mark.parametrize(
     ("thing", "found", "remedy"),
     [
-        (DataLoader(range(4)), "keeps no state", "give the loader an ElasticSampler"),  # type: ignore[arg-type]
-        (Ordered(), "keeps no state", "write both"),
-        (type("IterableDataset", (Buffered,), {"__module__": "datasets.iterable_dataset"})(), "buffer", "replay=True"),
-        (object(), "cannot be iterated", "replay=True"),
+        (lambda: DataLoader(range(4)), "keeps no state", "give the loader an ElasticSampler"),  # type: ignore[arg-type]
+        (lambda: StatefulDataLoader(Ordered(), batch_size=2), "keeps no state that continues", "give its data set"),
+        (Ordered, "keeps no state", "write both"),
+        (type("IterableDataset", (Buffered,), {"__module__": "datasets.iterable_dataset"}), "buffer", "replay=True"),
+        (object, "cannot be iterated", "replay=True"),
     ],
-    ids=["loader", "stream", "shuffle buffer", "anything"],
+    ids=["loader", "loader of a stream", "stream", "shuffle buffer", "anything"],
 )
-def test_what_cannot_be_exact_is_refused_with_what_can(thing: Any, found: str, remedy: str) -> None:
+def test_what_cannot_be_exact_is_refused_with_what_can(thing: Callable[[], Any], found: str, remedy: str) -> None:
     with pytest.raises(ConfigError, match="no exact position") as caught:
-        ExactLoader(thing)
+        ExactLoader(thing())
     assert found in caught.value.found
     assert remedy in caught.value.remedy
     assert "replay=True" in caught.value.remedy

@@ -33,7 +33,7 @@ from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister.housekeeping import sweep_root
 from flashckpt.errors import FlashckptError, SharedMemoryError, StoreError
 from flashckpt.shm.control import Control, ControlView
-from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory
+from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory, memory_root
 from flashckpt.shm.messages import MessageFiles
 from flashckpt.storage.factory import open_store
 from flashckpt.storage.store import Store
@@ -202,6 +202,7 @@ def test_a_limit_on_the_size_of_files_is_named(nbytes: int, tmp_path: Path) -> N
         resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, nbytes))
         with pytest.raises(SharedMemoryError, match=f"ulimit -f: {nbytes} bytes"):
             _step(tmp_path / "run", "j")
+        assert list(memory_root().iterdir()) == [], "a directory of nothing"
         with pytest.raises(StoreError, match="ulimit -f"):
             open_store(tmp_path / "root").put("a", bytes(300_000))
 

@@ -11,7 +11,7 @@ from support.memory import killed_at, restorable, spec_of, take
 
 from flashckpt.core.lineage import Generation
 from flashckpt.errors import JobInUseError, NoCheckpointError
-from flashckpt.shm.gc import dead_memory, remove
+from flashckpt.shm.gc import dead_memory, remove, remove_unused
 from flashckpt.shm.job_directory import JobDirectory, memory_root
 from flashckpt.shm.segment import Segment
 
@@ -46,6 +46,20 @@ def test_memory_of_a_dead_job_is_kept_for_a_day(monkeypatch: Any) -> None:
     assert dead_memory()[0].is_expired
     monkeypatch.setenv("FLASHCKPT_KEEP_DEAD", "100000")
     assert not dead_memory()[0].is_expired
+
+
+@pytest.mark.parametrize("what", ["nothing", "a segment", "a snapshot", "a record", "a rank"])
+def test_what_a_refused_opening_leaves_is_removed_where_it_holds_nothing_and_nobody_uses_it(what: str) -> None:
+    directory = run_and_be_killed("j1") if what == "a snapshot" else JobDirectory.open("j1")
+    if what == "a segment":
+        Segment.create(directory.segment_path(0, 5), spec_of(job="j1")).close()
+    if what == "a record":
+        directory.write_generation(Generation(number=1))
+    if what != "a rank":
+        directory.let_go()
+    remove_unused(directory.path)
+    assert list(memory_root().iterdir()) == ([] if what in ("nothing", "a segment") else [directory.path])
+    remove_unused(memory_root() / "another")
 
 
 def test_a_live_job_is_neither_listed_nor_removed() -> None:

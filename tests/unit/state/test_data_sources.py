@@ -255,9 +255,9 @@ def batches_of(loader: Any, epochs: int) -> list[list[int]]:
     [
         ("sampler", logging.INFO, "data (ElasticSampler): exact on any number of ranks"),
         (
-            "loader of a stream",
+            "loader of a shuffled stream of datasets",
             logging.WARNING,
-            "data (StatefulDataLoader): exact at the first restart only, if the data set yields the same samples each time",
+            "data (StatefulDataLoader): exact but for what its shuffle buffer holds",
         ),
     ],
 )
@@ -274,16 +274,19 @@ def test_track_says_once_how_it_continues(
 @pytest.mark.parametrize(
     ("thing", "remedy"),
     [
-        (DataLoader(DATA), "give the loader an ElasticSampler"),
-        (WebStream(), "write both"),
-        (ReadByAnother(), "iterate over it in its library's loader"),
-        (object(), "leave out what the program makes alike"),
+        (lambda: DataLoader(DATA), "give the loader an ElasticSampler"),
+        (SOURCES["loader of a stream"][0], "give its data set state_dict() and load_state_dict(); or ExactLoader("),
+        (WebStream, "write both"),
+        (ReadByAnother, "iterate over it in its library's loader"),
+        (object, "leave out what the program makes alike"),
     ],
-    ids=["loader", "stream", "stream that asks", "anything"],
+    ids=["loader", "loader of a stream", "stream", "stream that asks", "anything"],
 )
-def test_a_source_without_state_is_refused_with_what_to_use(thing: Any, remedy: str, tmp_path: Path) -> None:
+def test_a_source_without_state_is_refused_with_what_to_use(
+    thing: Callable[[], Any], remedy: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match="cannot track 'data'") as caught:
-        Checkpointer(str(tmp_path / "root")).track(data=thing)
+        Checkpointer(str(tmp_path / "root")).track(data=thing())
     assert caught.value.remedy.startswith(remedy)
 
 
