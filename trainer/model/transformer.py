@@ -224,9 +224,11 @@ class Transformer(nn.Module):
         # DDP's buckets end between blocks, each of which is a graph already: cutting it again is of no use, and fails
         # where the first bucket of torch is not the smallest (bucket_mb below 1).
         torch._dynamo.config.optimize_ddp = False  # noqa: SLF001 -- torch documents it under this name
+        # Attention over several ranks leaves the graph, which torch cannot do inside of a checkpoint: what that calls is compiled.
+        name = "forward" if self.context is None else "_both"
         for block in self.layers.values():
             # not the module: its hooks, with which FSDP gathers parameters, are no part of the graph
-            block.forward = torch.compile(block.forward)
+            setattr(block, name, torch.compile(getattr(block, name)))
 
 
 def _in_turn(blocks: Sequence[nn.Module], hidden: Tensor, positions: Positions) -> Tensor:

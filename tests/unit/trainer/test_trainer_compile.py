@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flashckpt.trainer.config import from_values
 from flashckpt.trainer.config.parallel import Recompute
+from flashckpt.trainer.model.context import ContextSlice
 from flashckpt.trainer.model.initial import fill, materialise
 from flashckpt.trainer.model.moe import choose_products, described_products
 from flashckpt.trainer.model.transformer import Transformer
@@ -76,6 +77,38 @@ def test_blocks_are_compiled_under_ddp_with_buckets_smaller_than_its_first(
     finally:
         dist.destroy_process_group()
     assert len(ran) == 2
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("uses_ring", [False, True], ids=["gather", "ring"])
+def test_attention_over_parts_of_rows_stays_outside_of_what_is_compiled(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, uses_ring: bool
+) -> None:
+    graphs: Any = []
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph.code)
+        return graph
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    tokens = torch.arange(24).reshape(2, 12)
+    documents = (torch.arange(12) // 5).expand(2, 12)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        models = [built(mode, compiled=False) for _ in range(2)]
+        for model in models:
+            model.context, model.uses_ring = ContextSlice(0, 1, dist.group.WORLD), uses_ring
+        models[1].compile_blocks()
+        for model in models:
+            model(tokens, documents).float().square().mean().backward()
+        dist.barrier()
+        own, others = (dict(model.named_parameters()) for model in models)
+    finally:
+        dist.destroy_process_group()
+    assert len(graphs) >= 2, "what is before and what is behind it"
+    assert not any("all_gather" in code or "masked_fill" in code for code in graphs)
+    for name, value in own.items():
+        torch.testing.assert_close(value.grad, others[name].grad, rtol=1e-5, atol=1e-8)
 
 
 def test_experts_are_compiled_although_the_compiler_does_not_know_their_product(
