@@ -23,12 +23,12 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(os.geteuid() != 0, re
 GROUPS, EVERY, VICTIM = 3, 4, 2
 
 
-def write_run(folder: Path) -> Path:
+def write_run(folder: Path, patience_s: float) -> Path:
     folder.mkdir()
     path = folder / "run.toml"
     path.write_text(
         "[model]\ndim = 32\nlayers = 2\nheads = 2\nkv_heads = 2\nffn = 64\n"
-        f"[parallel]\nsync_every = {EVERY}\ngroups = {GROUPS}\nsync_wait_s = 3.0\n"
+        f"[parallel]\nsync_every = {EVERY}\ngroups = {GROUPS}\nsync_wait_s = {patience_s}\n"
         f"[train]\nsteps = 100000\nseq_len = 16\nglobal_batch = {4 * GROUPS}\nmicro_batch = 4\n"
         'device = "cpu"\n'
         '[optim]\nlr = 1e-2\nwarmup_steps = 0\nschedule = "constant"\n'
@@ -82,7 +82,7 @@ def test_group_whose_node_dies_is_left_out_and_taken_in_again_beside_the_losses_
     tmp_path: Path,
 ) -> None:
     broken, unbroken = tmp_path / "broken", tmp_path / "unbroken"
-    config = write_run(broken)
+    config = write_run(broken, 15.0)
     with nodes(tmp_path, GROUPS) as them:
         for group in range(GROUPS):
             start(them, group, config)
@@ -92,7 +92,9 @@ def test_group_whose_node_dies_is_left_out_and_taken_in_again_beside_the_losses_
         them.until(lambda: rosters(broken)[-1].gave == (0, 1), "a synchronisation without it", 300)
         start(them, VICTIM, config)  # its memory is gone: it begins again from storage
         again = them.until(
-            lambda: next((one for one in rosters(broken) if one.groups != one.gave), None), "it to be taken in", 300
+            lambda: next((one for one in rosters(broken) if one.step > met and one.groups != one.gave), None),
+            "it to be taken in",
+            300,
         )
         trained(them, broken, again.step + 3 * EVERY)
         stop(them)
@@ -100,7 +102,7 @@ def test_group_whose_node_dies_is_left_out_and_taken_in_again_beside_the_losses_
     check_counted_once(found)
     assert (again.groups, again.gave) == ((0, 1, 2), (0, 1))
     assert found[-1].gave == (0, 1, 2), "it trains with them again"
-    config = write_run(unbroken)
+    config = write_run(unbroken, 100.0)
     with nodes(tmp_path, GROUPS) as them:
         for group in range(GROUPS):
             start(them, group, config)
