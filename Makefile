@@ -196,7 +196,7 @@ test-device: setup  ## the path through an accelerator, on one that is emulated:
 	$(BIN)/python -m pytest $(SHARED) --workers $(WORKERS) tests/integration/device/device_jobs.py tests/integration/device/device_failures.py tests/integration/device/device_standby.py
 
 test-nodes: setup  ## many nodes as network namespaces: dead nodes, cut links, stops (root)
-	$(BIN)/python -m pytest $(SHARED) tests/integration/nodes/nodes.py tests/integration/nodes/nodes_trainer.py tests/integration/nodes/nodes_restore.py tests/integration/nodes/nodes_replicas.py tests/integration/nodes/nodes_benchmarks.py tests/integration/nodes/nodes_incidents.py
+	$(BIN)/python -m pytest $(SHARED) tests/integration/nodes/nodes.py tests/integration/nodes/nodes_trainer.py tests/integration/nodes/nodes_restore.py tests/integration/nodes/nodes_replicas.py tests/integration/nodes/nodes_benchmarks.py tests/integration/nodes/nodes_incidents.py tests/integration/nodes/nodes_groups.py
 
 test-metrics: setup  ## alerts and dashboard in a real Prometheus that scrapes a job (needs root: installs it by apt)
 	. tests/integration/debian.sh && install_packages prometheus

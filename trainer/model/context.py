@@ -47,6 +47,7 @@ class ContextSlice:
         """Return this rank's part of targets (B, T + 1), whose last column is of the row: (B, T / ranks + 1)."""
         return torch.cat([self.cut(targets[:, :-1]), targets[:, -1:]], 1)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch; as below, for FlexAttention
     def gathered(self, part: Tensor) -> Tensor:
         """Return all tokens of the rows, in true order: (..., T / ranks, K) -> (..., T, K). Collective."""
         assert self.group is not None
@@ -77,6 +78,7 @@ class ContextAttention:
         self.held, self._window, self._documents = held, window, documents
         self._made: dict[int, list[tuple[slice, Tensor]]] = {}
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch; masks and collectives stay out of compiled blocks
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, has_window: bool) -> Tensor:
         """Return what the queries (B, H, T / N, K) find in keys and values (B, G, T / N, K) of all ranks. Collective."""
         keys, values = self.held.gathered(torch.stack([k, v])).unbind(0)

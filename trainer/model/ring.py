@@ -34,6 +34,7 @@ class RingAttention:
     def __init__(self, held: ContextSlice, *, window: int, documents: Tensor | None) -> None:
         self.held, self._window, self._documents = held, window, documents
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch; messages and masks stay out of compiled blocks
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, has_window: bool) -> Tensor:
         """Return what the queries (B, H, T / N, K) find in keys and values (B, G, T / N, K) of all ranks. Collective."""
         device = q.device.type

@@ -109,6 +109,13 @@ class Block(nn.Module):
             return x + recomputed
         return x + self._ffn(x)
 
+    def compile_inside(self) -> None:
+        """Compile what a checkpoint calls: inside of one torch compiles neither DTensors nor what leaves the graph.
+
+        Not the module: its hooks, with which FSDP gathers parameters, are no part of the graph.
+        """
+        self._both = torch.compile(self._both)  # type: ignore[method-assign]  # as torch documents it
+
     def _ffn(self, x: Tensor) -> Tensor:
         return self.dropout(self.feed_forward(self.ffn_norm(x)))  # type: ignore[no-any-return]  # nn.Module calls are Any
 
@@ -225,8 +232,8 @@ class Transformer(nn.Module):
         # where the first bucket of torch is not the smallest (bucket_mb below 1).
         torch._dynamo.config.optimize_ddp = False  # noqa: SLF001 -- torch documents it under this name
         for block in self.layers.values():
-            # not the module: its hooks, with which FSDP gathers parameters, are no part of the graph
-            block.forward = torch.compile(block.forward)
+            assert isinstance(block, Block)
+            block.compile_inside()
 
 
 def _in_turn(blocks: Sequence[nn.Module], hidden: Tensor, positions: Positions) -> Tensor:

@@ -349,18 +349,13 @@ def _stages_per_rank(config: RunConfig, schedule: str, pp: int) -> int:
 
 
 def _check_compile(config: RunConfig, layout: Layout) -> None:
-    if not config.train.compile:
-        return
-    found = f"parallel.tp = {layout.tp}" if layout.tp > 1 else ""
-    if layout.pp > 1 and layout.schedule in SPLIT_BACKWARD:
-        found = found or f"parallel.schedule = {layout.schedule}, whose backward has two halves"
-    if found:
+    if config.train.compile and layout.pp > 1 and layout.schedule in SPLIT_BACKWARD:
         raise LayoutError(
             "train.compile does not go with this layout: compiled blocks would have other gradients",
-            found=found,
-            expected="no tensor parallelism, and a pipeline whose backward is whole (1F1B, GPipe)",
+            found=f"parallel.schedule = {layout.schedule}, whose backward has two halves",
+            expected="a pipeline whose backward is whole (1F1B, GPipe)",
             state="Nothing was started.",
-            remedy="omit train.compile, or choose another layout",
+            remedy="omit train.compile, or choose another schedule",
         )
 
 

@@ -112,13 +112,6 @@ def _check_kept(config: RunConfig, recompute: Recompute) -> None:
 
 
 def _check_context(config: RunConfig) -> None:
-    if config.parallel.cp > 1 and config.train.compile:
-        raise _refused(
-            "train.compile does not go with context parallelism: the collectives inside of attention would be compiled "
-            "with it, which was not tried",
-            found=f"train.compile = true, parallel.cp = {config.parallel.cp}",
-            expected="one of the two",
-        )
     if config.parallel.cp_exchange == "ring" and config.train.attention == "flex":
         raise _refused(
             "train.attention = flex does not go with parallel.cp_exchange = ring: its backward is for the keys of one round, "

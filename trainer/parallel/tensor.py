@@ -37,6 +37,8 @@ def tensor_parallel(part: Transformer, mesh: DeviceMesh, config: RunConfig) -> N
             input_layouts=stream, output_layouts=Shard(-1) if keep else Replicate(), use_local_output=not keep
         )
     parallelize_module(part, mesh, plan)
+    if part.tok_embeddings is not None and config.train.compile:
+        part.tok_embeddings.register_forward_hook(_arrived)
     for block in part.layers.values():
         plan = _block_plan(config.model, sequence=sequence)
         if config.model.kv_heads % mesh.size():
@@ -66,6 +68,11 @@ def _block_plan(model: ModelConfig, *, sequence: bool) -> dict[str, ParallelStyl
     if not model.experts:
         plan["feed_forward"] = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
     return plan
+
+
+def _arrived(_module: nn.Module, _tokens: Any, stream: Tensor) -> Tensor:
+    """Return a plain tensor, which a copy of one that is still to arrive is: of that, torch 2.13 compiles a wrong backward."""
+    return stream.clone()
 
 
 class LocalNorm(ParallelStyle):

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.backends.debugging  # before ranks are forked
 import torch.distributed as dist
+from support.ranks import run_ranks, values
+from support.training import run_config
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from flashckpt.trainer.config import from_values
+from flashckpt.trainer.config import from_values, to_values
 from flashckpt.trainer.config.parallel import Recompute
 from flashckpt.trainer.model.initial import fill, materialise
 from flashckpt.trainer.model.moe import choose_products, described_products
 from flashckpt.trainer.model.transformer import Transformer
-from flashckpt.trainer.parallel.apply import build_stage
+from flashckpt.trainer.parallel.apply import build_parallel, build_stage
+from flashckpt.trainer.parallel.distributed import process_group
+from flashckpt.trainer.parallel.layout import resolve_layout
+from flashckpt.trainer.train.optim import settle_gradients
 
 pytestmark = pytest.mark.filterwarnings("default")  # torch warns about its own look at a tensor's .grad
 
@@ -51,7 +59,9 @@ def test_compiled_blocks_have_the_names_the_loss_and_the_gradients_of_plain_ones
     losses = [model(tokens).float().square().mean() for model in (plain, compiled)]
     for loss in losses:
         loss.backward()
-    assert len(ran) == 2, "each of two blocks ran what was compiled"
+    assert len(ran) == (4 if mode == "full" else 2), (
+        "each of two blocks ran what was compiled, again where it is computed again"
+    )
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-6, atol=0)
     own, others = dict(plain.named_parameters()), dict(compiled.named_parameters())
     assert list(own) == list(others)
@@ -76,6 +86,60 @@ def test_blocks_are_compiled_under_ddp_with_buckets_smaller_than_its_first(
     finally:
         dist.destroy_process_group()
     assert len(ran) == 2
+
+
+def loss_and_gradients(rank: int, values: dict[str, Any], backend: str) -> dict[str, Any]:
+    """Return loss, gradients and how many graphs there were, of plain and of compiled blocks, on all ranks."""
+    graphs: list[str] = []
+
+    def compiler(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph.code)
+        return torch._dynamo.lookup_backend(backend)(graph, inputs)
+
+    torch.compile = partial(torch.compile, backend=compiler)  # type: ignore[assignment]  # this process ends with the test
+    plain = from_values(values)
+    layout, found = resolve_layout(plain, 2), []
+    tokens = torch.arange(48).reshape(4, 12)
+    documents = (torch.arange(12) // 5).expand(4, 12) if layout.cp > 1 else None
+    with process_group(plain) as device:
+        for config in (plain, replace(plain, train=replace(plain.train, compile=True))):
+            parallel = build_parallel(config, layout, device)
+            parallel.fill(config)
+            mine = tokens if parallel.context is None else parallel.context.cut(tokens)
+            out = parallel.parts[0](mine, documents)
+            loss = out.float().square().mean()
+            loss.backward()
+            settle_gradients(parallel)
+            gradients = {
+                name: (grad.full_tensor() if isinstance(grad := value.grad, DTensor) else grad).tolist()  # type: ignore[union-attr]
+                for name, value in parallel.parts[0].named_parameters()
+            }
+            found.append((loss.item(), gradients))
+    return {"plain": found[0], "compiled": found[1], "graphs": graphs}
+
+
+@pytest.mark.parametrize(
+    ("degrees", "recompute"),
+    [
+        ({"tp": 2}, "ffn"),
+        ({"tp": 2, "sequence_parallel": False}, "full"),
+        ({"cp": 2}, "full"),
+        ({"cp": 2, "cp_exchange": "ring"}, "none"),
+    ],
+    ids=["sequence", "tensor", "gather", "ring"],
+)
+def test_compiled_blocks_have_the_loss_and_the_gradients_of_plain_ones_on_two_ranks(
+    degrees: dict[str, Any], recompute: str, tmp_path: Path
+) -> None:
+    run = run_config(tmp_path, model={"layers": 1}, parallel={**degrees, "activation_checkpoint": recompute})
+    for rank in values(run_ranks(loss_and_gradients, 2, to_values(run), "aot_eager", timeout_s=100)):
+        (loss, plain), (compiled_loss, compiled) = rank["plain"], rank["compiled"]
+        assert len(rank["graphs"]) >= 1
+        assert not any("masked_fill" in code for code in rank["graphs"]), "masks stay outside"
+        assert compiled_loss == pytest.approx(loss, rel=1e-6)
+        assert compiled.keys() == plain.keys()
+        for name, value in plain.items():
+            torch.testing.assert_close(torch.tensor(compiled[name]), torch.tensor(value), rtol=1e-5, atol=1e-7)
 
 
 def test_experts_are_compiled_although_the_compiler_does_not_know_their_product(

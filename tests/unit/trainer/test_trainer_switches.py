@@ -47,7 +47,6 @@ DDP = {"data_parallel": "ddp", "dp_replicate": 2, "dp_shard": 1}
         ),
         ({"parallel": {"tp": 2}, "train": {"loss_chunk": 8}}, 2, "different columns of the logits"),
         ({"parallel": {"activation_checkpoint": "groups:0"}}, 1, "no such mode"),
-        ({"parallel": {"cp": 2}, "train": {"compile": True}}, 2, "compile does not go with context parallelism"),
         ({"parallel": {"ep": 2}}, 2, "parallel.ep would have no effect"),
         ({"parallel": {"cp_exchange": "ring"}}, 2, "cp_exchange would have no effect"),
         ({"parallel": {"cp": 2, "cp_exchange": "ring"}, "train": {"attention": "flex"}}, 2, "without the sums"),
