@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 Span = tuple[float, float]
-APART_S = 4.0
+APART_S = 3.0
 """Between what a run that waits did last and the start of the next one: so much longer may its own end take."""
 
 
@@ -20,6 +20,7 @@ class Lane(Protocol):
     struck_at: float
     core: int
     waits: bool
+    brief_s: float
 
     def begin(self) -> None:
         """Start it."""
@@ -41,7 +42,7 @@ class Queue(Generic[L]):
     """What is still to run; each core takes from it, in a thread apart.
 
     Args:
-        lanes: In order; those that wait are the last ones.
+        lanes: In order: behind one that waits best one that is brief.
     """
 
     def __init__(self, lanes: Sequence[L]) -> None:
@@ -79,14 +80,14 @@ def drive(
 
 
 def has_room(lane: Lane, active: Sequence[Lane], begun: Sequence[Lane], now: float) -> bool:
-    """Whether it may begin: beside others that wait, if it waits itself by the time that they work again."""
+    """Whether it may begin: beside others that wait, if it waits itself, or has ended, by the time that they work again."""
     if not active:
         return True
-    if not lane.waits or not all(lane.waits_until() for lane in active):
+    if not (lane.waits or lane.brief_s) or not all(one.waits_until() for one in active):
         return False
-    needs_s = 1.3 * max(lane.struck_at - lane.began for lane in begun if lane.waits) + APART_S
-    newest = max(lane.struck_at for lane in active)
-    return all(lane.waits_until() > now + needs_s for lane in active) and now > newest + APART_S
+    works_s = 1.3 * max(one.struck_at - one.began for one in begun if one.waits) if lane.waits else lane.brief_s
+    newest = max(one.struck_at for one in active)
+    return all(one.waits_until() > now + works_s + APART_S for one in active) and now > newest + APART_S
 
 
 def disturbed(lanes: Sequence[L]) -> list[L]:

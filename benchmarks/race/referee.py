@@ -35,18 +35,19 @@ from race.run import RANKS, Run
 EPOCHS = 2
 CORES = 2  # runs at a time, each on a core of its own: a run leaves two cores idle for two fifths of its time
 EVERY = (2, 5, 10, 20, 40)
-Asked = tuple[Entrant, Failure, int, float]
-"""Entrant, failure, steps, seconds of an ordinary step: what a run is made of."""
+Asked = tuple[Entrant, Failure, int, float, float]
+"""Entrant, failure, steps, seconds of an ordinary step, most seconds of the whole or 0: what a run is made of."""
 Row = dict[str, Any]
+SURELY = 1.25  # times as long as the longest loop without checkpoints: a run that nothing happens to
 
 
-def together(runs: Sequence[Asked], keep: Path | None, told: Callable[[int, Row], None] = lambda *_: None) -> list[Row]:
+def together(runs: Sequence[Asked], keep: Path | None, told: Callable[[Row], None] = lambda *_: None) -> list[Row]:
     """Run all, one on each core at a time; again those that worked while another one did on the same core.
 
     Args:
-        runs: What is to be run; what waits for a fixed time comes last.
+        runs: What is to be run, in order.
         keep: A folder for logs and output.
-        told: Called with the place and the line of each that has ended.
+        told: Called with the line of each that has ended.
 
     Returns:
         Lines of the scoreboard, still without what the unbroken run says.
@@ -63,7 +64,7 @@ def together(runs: Sequence[Asked], keep: Path | None, told: Callable[[int, Row]
                 left_out = shutil.ignore_patterns("tmp", "disk", "image")
                 folder = keep / f"{run.entrant.name}-{run.failure.kind}-{time.time_ns()}"
                 shutil.copytree(run.folder, folder, ignore=left_out)
-            told(place, rows[place])
+            told(rows[place])
 
         try:
             on_all_cores(Queue(lanes), ended)
@@ -74,7 +75,7 @@ def together(runs: Sequence[Asked], keep: Path | None, told: Callable[[int, Row]
     for place, row in zip(again, together([runs[place] for place in again], keep) if again else (), strict=True):
         print(f"{row['entrant']}, {row['kind']}: again: another run worked beside it", flush=True)
         rows[place] = row
-        told(place, row)
+        told(row)
     return [rows[place] for place in range(len(runs))]
 
 
@@ -134,21 +135,22 @@ def judged(row: Row, unbroken: Row, off_s: float, steps: int) -> Row:
     }
 
 
-def unbroken_s(entrants: list[Entrant], steps: int, runs: int, keep: Path | None) -> dict[str, float]:
-    """Return the seconds of each loop that the entrants need, without checkpoints and failures."""
+def unbroken_s(entrants: list[Entrant], steps: int, runs: int, keep: Path | None) -> tuple[dict[str, float], float]:
+    """Return the seconds of each loop that the entrants need, without checkpoints and failures, and of the longest with its start."""
     nothing = failures.Failure(kind="none", step=0, later=0, rank=0)
     asked: list[Asked] = []
     for name in dict.fromkeys(entrant.off for entrant in entrants):
         who = PLAIN if name == "loop" else replace(next(one for one in entrants if one.off == name), every=0)
-        asked += [(who, nothing, steps, 0.0)] * runs
+        asked += [(who, nothing, steps, 0.0, 0.0)] * (runs if who is PLAIN else 1)
     took: dict[str, list[float]] = {}
-    for (entrant, *_), row in zip(asked, together(asked, keep), strict=True):
+    rows = together(asked, keep)
+    for (entrant, *_), row in zip(asked, rows, strict=True):
         if not row["finished"]:
             raise SystemExit(f"{entrant.name} does not come to its end without failures: {row['notes']}")
         took.setdefault(entrant.off, []).append(row["seconds"])
     for name, seconds in took.items():
         print(f"unbroken, no checkpoints, {name}: {', '.join(f'{one:.2f}' for one in seconds)} s", flush=True)
-    return {name: median(seconds) for name, seconds in took.items()}
+    return {name: median(seconds) for name, seconds in took.items()}, max(row["whole_s"] for row in rows)
 
 
 def tune(entrants: list[Entrant], steps: int) -> None:
@@ -158,12 +160,12 @@ def tune(entrants: list[Entrant], steps: int) -> None:
     """
     path = HERE / "intervals.json"
     found = json.loads(path.read_text()) if path.exists() else {}
-    off, nothing = unbroken_s(entrants, steps, 2, None), failures.Failure(kind="none", step=0, later=0, rank=0)
+    (off, _), nothing = unbroken_s(entrants, steps, 2, None), failures.Failure(kind="none", step=0, later=0, rank=0)
     for entrant in entrants:
         costs = {}
         for every in EVERY:
             persist = max(every, 20)
-            rows = together([(replace(entrant, every=every, persist=persist), nothing, steps, 0.0)] * 2, None)
+            rows = together([(replace(entrant, every=every, persist=persist), nothing, steps, 0.0, 0.0)] * 2, None)
             if took := [row["seconds"] for row in rows if row["finished"]]:  # what disturbs only adds: the shorter one
                 costs[every] = min(took) - off[entrant.off] * (1 - every / 2 / steps)
         print(
@@ -181,9 +183,9 @@ def _arguments() -> argparse.Namespace:
     names = [entrant.name for entrant in ENTRANTS]
     parser.add_argument("--entrants", nargs="+", choices=names, default=names)
     parser.add_argument("--kinds", nargs="+", choices=list(failures.KINDS), default=list(failures.KINDS))
-    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--seed", type=int, default=20261126)
-    parser.add_argument("--runs", type=int, default=2, help="of each loop without checkpoints")
+    parser.add_argument("--runs", type=int, default=2, help="of the loop without checkpoints; of those of trainers one")
     parser.add_argument("--setup", action="store_true", help="make the environments, and end")
     parser.add_argument("--tune", action="store_true", help="search the interval of each entrant, and end")
     parser.add_argument("--keep", type=Path, help="a folder for logs and output of each run")
@@ -211,33 +213,46 @@ def main() -> int:
     if args.tune:
         tune(entrants, args.steps)
         return 0
-    off = unbroken_s(entrants, args.steps, args.runs, args.keep)
-    rows = raced(args, entrants, off, began)
+    off, longest_s = unbroken_s(entrants, args.steps, args.runs, args.keep)
+    rows = raced(args, entrants, off, longest_s, began)
     return finish(args, rows, {"unbroken_s": off, "left_out": left_out, "seconds": time.monotonic() - began}, load)
 
 
-def raced(args: argparse.Namespace, entrants: list[Entrant], off: Mapping[str, float], began: float) -> list[Row]:  # fmt: skip
-    """Run everything, what waits for a fixed time last; return the scoreboard, sorted."""
+def raced(args: argparse.Namespace, entrants: list[Entrant], off: Mapping[str, float], longest_s: float, began: float) -> list[Row]:  # fmt: skip
+    """Run everything; return the scoreboard, sorted."""
     asked: list[Asked] = []
     for kind in dict.fromkeys(["none", *args.kinds]):
         for entrant in entrants:
             step_s = off[entrant.off] / args.steps
-            asked.append((entrant, failures.draw(args.seed, args.steps, RANKS, step_s)[kind], args.steps, step_s))
-    asked.sort(key=lambda one: one[1].kind == "hang" and one[0].waits_s > 0)
-    unbroken: dict[str, Row] = {}
+            failure = failures.draw(args.seed, args.steps, RANKS, step_s)[kind]
+            asked.append((entrant, failure, args.steps, step_s, SURELY * longest_s if kind == "none" else 0.0))
+    asked = in_order(asked)
 
-    def told(place: int, row: Row) -> None:
-        theirs = unbroken.setdefault(row["entrant"], row)
-        said = " | ".join(table._cells(judged(row, theirs, off[asked[place][0].off], args.steps), {}))
-        print(f"{time.monotonic() - began:5.0f} s  {said}  {row['notes'] or ''}", flush=True)
+    def told(row: Row) -> None:
+        said = f"{row['seconds']:5.1f} s" if row["finished"] else "not finished"
+        print(
+            f"{time.monotonic() - began:5.0f} s  {row['kind']}, {row['entrant']}: {said}  {row['notes'] or ''}",
+            flush=True,
+        )
 
     rows = together(asked, args.keep, told)
     unbroken = {row["entrant"]: row for row in rows if row["kind"] == "none"}
     found = [
-        judged(row, unbroken[row["entrant"]], off[who[0].off], args.steps) for who, row in zip(asked, rows, strict=True)
+        judged(row, unbroken[row["entrant"]], off[one[0].off], args.steps) for one, row in zip(asked, rows, strict=True)
     ]
     names, kinds = [entrant.name for entrant in entrants], list(failures.KINDS)
     return sorted(found, key=lambda row: (kinds.index(row["kind"]), names.index(row["entrant"])))
+
+
+def in_order(asked: Sequence[Asked]) -> list[Asked]:
+    """Return first those that wait for a fixed time, behind as many as there are cores as many that fit into their waits."""
+    waiting = [one for one in asked if one[1].kind == "hang" and one[0].waits_s]
+    brief = [one for one in asked if one[4]]
+    found: list[Asked] = []
+    while waiting:
+        found += [*waiting[:CORES], *brief[:CORES]]
+        waiting, brief = waiting[CORES:], brief[CORES:]
+    return [*found, *(one for one in asked if one not in found)]
 
 
 def finish(args: argparse.Namespace, rows: list[Row], more: dict[str, Any], load: LoadWatch) -> int:

@@ -33,12 +33,14 @@ class Run:
         failure: What strikes.
         steps: How many there are.
         step_s: What an ordinary step takes.
+        brief_s: In how many seconds it will have ended for certain, its start included; 0 if nobody knows.
         folder: Everything of the run; made by `begin`.
     """
 
-    def __init__(self, entrant: Entrant, failure: Failure, steps: int, step_s: float, folder: Path) -> None:
+    def __init__(self, entrant: Entrant, failure: Failure, steps: int, step_s: float, brief_s: float, folder: Path) -> None:  # fmt: skip
         self.entrant, self.failure, self.steps, self.step_s, self.folder = entrant, failure, steps, step_s, folder
         self.log, self.mark = folder / "log", f"race-{os.getpid()}-{time.time_ns()}"
+        self.brief_s = brief_s
         self.waits, self.core = failure.kind == "hang" and entrant.waits_s > 0, -1
         self.shm = Path("/dev/shm") / self.mark
         self.ranks, self.by_hand, self.skip, self.peak_bytes = RANKS, 0, 0, 0
