@@ -195,10 +195,16 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def stop(*_: object) -> None:
+    """Unwind, once: a second SIGTERM would leave processes and file systems behind."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(143)
+
+
 def main() -> int:
     """Run the race."""
     args = _arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGTERM, stop)
     began, load = time.monotonic(), LoadWatch()
     left_out, entrants = {}, []
     PLAIN.setup()
