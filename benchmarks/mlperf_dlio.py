@@ -95,7 +95,7 @@ def compared(where: Path, python: Path, args: argparse.Namespace) -> dict[str, A
     ways = {
         "flashckpt": lambda count: ours(where, count),
         "dlio": lambda count: dlio(python, args.dlio, where, count),
-        "plain": lambda count: plain(where, RANKS, NBYTES, count),
+        "plain": lambda count: {"nbytes": NBYTES, **plain(where, RANKS, NBYTES, count)},
     }
     single = {name: with_cpu(way, 1)[1] for name, way in ways.items()}
     sizes: dict[str, float] = {}

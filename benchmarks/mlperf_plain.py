@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import mmap
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from flashckpt.bench.host import drop_caches
+from flashckpt.bench.measure import LoadWatch, document, write_json
+from flashckpt.bench.mlperf_run import fio
 
 PIECE = 16 << 20
 SHARES = (1 / 7, 6 / 7)  # two files of each rank, as DLIO's: parameters of 2 bytes, and 12 of the optimizer
@@ -30,7 +34,7 @@ def plain(directory: Path, ranks: int, nbytes: int, checkpoints: int) -> dict[st
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         drop_caches()
-    return {"nbytes": sum(sizes) * ranks, "save_s": sum(saved) / checkpoints, "load_s": sum(loaded) / checkpoints}
+    return {"save_s": sum(saved) / checkpoints, "load_s": sum(loaded) / checkpoints}
 
 
 def in_turn(ranks: int, work: Callable[[int], None]) -> float:
@@ -75,3 +79,33 @@ def read(folder: Path, checkpoint: int, rank: int) -> None:
             into, at = memoryview(mmap.mmap(-1, size)), 0
             while at < size:
                 at += file.readinto(into[at : at + PIECE]) or size
+
+
+def main() -> int:
+    """Take turns with fio, which passes the page cache by; print, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--nbytes", type=int, default=1_757_000_000)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    load, took = LoadWatch(), dict[str, list[float]]()
+    for _ in range(args.rounds):
+        before = os.times()
+        found = plain(args.directory, args.ranks, args.nbytes, 1)
+        after = os.times()
+        rates = fio(args.directory, [args.nbytes // args.ranks] * args.ranks, lambda *_: None)
+        found["CPU"] = after.children_user + after.children_system - before.children_user - before.children_system
+        found |= {f"fio, {way}": args.nbytes / rate for way, rate in rates.items()}
+        for what, seconds in found.items():
+            took.setdefault(what, []).append(seconds)
+        print(", ".join(f"{what} {seconds:.2f}" for what, seconds in found.items()), flush=True)
+    if args.json:
+        settings = {"nbytes": args.nbytes, "ranks": args.ranks, "rounds": args.rounds}
+        write_json(args.json, document("mlperf-plain", settings, {"seconds": took}, load=load))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
