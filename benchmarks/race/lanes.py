@@ -54,7 +54,7 @@ class Queue(Generic[L]):
             return self.left.popleft() if self.left and has_room(self.left[0], active, begun, now) else None
 
     def give_up(self) -> None:
-        """Let nobody begin or go on."""
+        """Let nobody begin or continue."""
         self.is_given_up = True
 
 

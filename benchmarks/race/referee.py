@@ -33,7 +33,7 @@ from race.lanes import Queue, disturbed, drive
 from race.run import RANKS, Run
 
 EPOCHS = 2
-CORES = 2  # runs at a time, each on a core of its own: a run leaves two cores idle for two fifths of its time
+CORES = 2  # runs at a time, each on a separate core: a run leaves two cores idle for two fifths of its time
 EVERY = (2, 5, 10, 20, 40)
 Asked = tuple[Entrant, Failure, int, float, float]
 """Entrant, failure, steps, seconds of an ordinary step, most seconds of the whole or 0: what a run is made of."""
@@ -41,13 +41,13 @@ Row = dict[str, Any]
 SURELY = 1.25  # times as long as the longest loop without checkpoints: a run that nothing happens to
 
 
-def together(runs: Sequence[Asked], keep: Path | None, told: Callable[[Row], None] = lambda *_: None) -> list[Row]:
+def together(runs: Sequence[Asked], keep: Path | None, noted: Callable[[Row], None] = lambda *_: None) -> list[Row]:
     """Run all, one on each core at a time; again those that worked while another one did on the same core.
 
     Args:
         runs: What is to be run, in order.
         keep: A folder for logs and output.
-        told: Called with the line of each that has ended.
+        noted: Called with the line of each that has ended.
 
     Returns:
         Lines of the scoreboard, still without what the unbroken run says.
@@ -64,7 +64,7 @@ def together(runs: Sequence[Asked], keep: Path | None, told: Callable[[Row], Non
                 left_out = shutil.ignore_patterns("tmp", "disk", "image")
                 folder = keep / f"{run.entrant.name}-{run.failure.kind}-{time.time_ns()}"
                 shutil.copytree(run.folder, folder, ignore=left_out)
-            told(rows[place])
+            noted(rows[place])
 
         try:
             on_all_cores(Queue(lanes), ended)
@@ -75,7 +75,7 @@ def together(runs: Sequence[Asked], keep: Path | None, told: Callable[[Row], Non
     for place, row in zip(again, together([runs[place] for place in again], keep) if again else (), strict=True):
         print(f"{row['entrant']}, {row['kind']}: again: another run worked beside it", flush=True)
         rows[place] = row
-        told(row)
+        noted(row)
     return [rows[place] for place in range(len(runs))]
 
 
@@ -234,14 +234,14 @@ def raced(args: argparse.Namespace, entrants: list[Entrant], off: Mapping[str, f
             asked.append((entrant, failure, args.steps, step_s, SURELY * longest_s if kind == "none" else 0.0))
     asked = in_order(asked)
 
-    def told(row: Row) -> None:
+    def noted(row: Row) -> None:
         said = f"{row['seconds']:5.1f} s" if row["finished"] else "not finished"
         print(
             f"{time.monotonic() - began:5.0f} s  {row['kind']}, {row['entrant']}: {said}  {row['notes'] or ''}",
             flush=True,
         )
 
-    rows = together(asked, args.keep, told)
+    rows = together(asked, args.keep, noted)
     unbroken = {row["entrant"]: row for row in rows if row["kind"] == "none"}
     found = [
         judged(row, unbroken[row["entrant"]], off[one[0].off], args.steps) for one, row in zip(asked, rows, strict=True)
