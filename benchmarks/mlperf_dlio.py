@@ -4,8 +4,9 @@
 
 CHECKOUT is a checkout of github.com/argonne-lcf/dlio_benchmark: the release 2.0.0 on the package index neither fsyncs nor
 reads checkpoints. Both write the 8B model at 1/64 of its bytes from 8 processes, ten times with fsync, and read it back
-after the machine's caches were dropped (as root). They take turns. DLIO goes through torch.save and torch.load; for what
-that costs alone, both are also run on tmpfs, where a device has no part in it: `--memory`. CPU is that of all processes
+after the machine's caches were dropped (as root). They take turns, and a third with them: `plain` (mlperf_plain.py) has as many processes write and
+read the same bytes through the page cache, as DLIO does, without torch. For what torch.save and torch.load cost alone all
+are also run on tmpfs, where a device has no part in it: `--memory`. CPU is that of all processes
 of a run beyond one of a single checkpoint, by checkpoint: written and read once.
 """
 
@@ -22,12 +23,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mlperf_plain import plain
 from race.entrants import Entrant
 
 from flashckpt.bench.host import drop_caches
 from flashckpt.bench.measure import LoadWatch, document, summarise, write_json
 
-RANKS = 8
+RANKS, NBYTES = 8, 1_757_000_000
 PINS = (
     "mpi4py==4.1.1", "mpich==5.0.2", "hydra-core==1.3.2", "omegaconf==2.3.0", "pandas", "psutil", "h5py", "Pillow",
     "PyYAML", "pydftracer>=2.0.2",
@@ -93,6 +95,7 @@ def compared(where: Path, python: Path, args: argparse.Namespace) -> dict[str, A
     ways = {
         "flashckpt": lambda count: ours(where, count),
         "dlio": lambda count: dlio(python, args.dlio, where, count),
+        "plain": lambda count: {"nbytes": NBYTES, **plain(where, RANKS, NBYTES, count)},
     }
     single = {name: with_cpu(way, 1)[1] for name, way in ways.items()}
     sizes: dict[str, float] = {}

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
-STEPS = int(os.environ.get("RACE_STEPS", "240"))
+STEPS = int(os.environ.get("RACE_STEPS", "120"))
 EPOCHS, BATCH, FEATURES, WIDTH = 2, 32, 256, 1024  # BATCH: of all ranks, for one optimizer step
 SAMPLES = BATCH * STEPS // EPOCHS
 SLEEP_S = float(os.environ.get("RACE_SLEEP_S", "0"))  # what a step waits for a device that needs no core

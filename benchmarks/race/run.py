@@ -33,12 +33,15 @@ class Run:
         failure: What strikes.
         steps: How many there are.
         step_s: What an ordinary step takes.
-        folder: Everything of the run.
+        brief_s: In how many seconds it will have ended for certain, its start included; 0 if nobody knows.
+        folder: Everything of the run; made by `begin`.
     """
 
-    def __init__(self, entrant: Entrant, failure: Failure, steps: int, step_s: float, folder: Path) -> None:
+    def __init__(self, entrant: Entrant, failure: Failure, steps: int, step_s: float, brief_s: float, folder: Path) -> None:  # fmt: skip
         self.entrant, self.failure, self.steps, self.step_s, self.folder = entrant, failure, steps, step_s, folder
-        self.disk, self.log, self.mark = Disk(folder), folder / "log", f"race-{os.getpid()}-{time.time_ns()}"
+        self.log, self.mark = folder / "log", f"race-{os.getpid()}-{time.time_ns()}"
+        self.brief_s = brief_s
+        self.waits, self.core = failure.kind == "hang" and entrant.waits_s > 0, -1
         self.shm = Path("/dev/shm") / self.mark
         self.ranks, self.by_hand, self.skip, self.peak_bytes = RANKS, 0, 0, 0
         self.began = self.struck_at = self.full_until = self.first_at = self.woke_at = self.ended_at = 0.0
@@ -65,9 +68,11 @@ class Run:
         return {**os.environ, **{name: str(value) for name, value in own.items()}}
 
     def begin(self) -> None:
-        """Start the launcher for the first time."""
-        self.start()
+        """Start the launcher for the first time; it has the core that the calling thread has."""
+        self.folder.mkdir()
+        self.disk = Disk(self.folder)
         self.began = self._seen = self._looked = time.monotonic()
+        self.start()
 
     def start(self) -> None:
         """Start the launcher."""
@@ -226,21 +231,22 @@ class Run:
 
     def waits_until(self) -> float:
         """Return until when it does nothing but wait for a time-out; 0 where it does something."""
-        if not self._stopped or self.woke_at or not self.entrant.waits_s:
+        if not self._stopped or self.woke_at or not self.waits:
             return 0.0
         return self.struck_at + self.entrant.waits_s if time.monotonic() > self.struck_at + SETTLES_S else 0.0
 
     def worked(self) -> list[Span]:
         """Return when it did something: all the time, but for a wait."""
-        if not self.entrant.waits_s or not self._stopped:
+        if not self.waits or not self._stopped:
             return [(self.began, self.ended_at)]
         return [(self.began, self.struck_at + SETTLES_S), (self.woke_at or self.ended_at, self.ended_at)]
 
     def close(self) -> None:
-        """Nothing of it is left."""
-        self.kill_all()
-        self.forget_memory()
-        self.disk.close()
+        """Nothing of it is left but its log and output."""
+        if self.began:
+            self.kill_all()
+            self.forget_memory()
+            self.disk.close()
 
 
 def _kill(pid: int, number: int) -> None:

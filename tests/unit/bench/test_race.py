@@ -76,6 +76,17 @@ def test_half_a_line_of_a_killed_rank_is_no_line() -> None:
     assert [line["s"] for line in race("score").lines_of(text)] == [1]
 
 
+def test_runs_that_wait_come_first_with_brief_ones_behind_them() -> None:
+    referee, draw = race("referee"), race("failures").draw(7, 120, 2, 0.02)
+    some = [race("entrants").Entrant(name=name, venv="", script=(), waits_s=35.0 * (name != "e")) for name in "abcde"]
+    asked = [(one, draw[kind], 120, 0.06, 20.0 * (kind == "none")) for kind in ("none", "rank", "hang") for one in some]
+    found = [f"{one.name} {failure.kind}" for one, failure, *_ in referee.in_order(asked)]
+    assert found[:8] == [
+        "a hang", "b hang", "a none", "b none", "c hang", "d hang", "c none", "d none",
+    ]  # fmt: skip
+    assert sorted(found) == sorted(f"{one.name} {failure.kind}" for one, failure, *_ in asked)
+
+
 def row(entrant: str, **changes: Any) -> dict[str, Any]:
     return {
         "entrant": entrant, "kind": "rank", "finished": True, "done": 240, "seconds": 12.0, "ratio": 1.5, "again": 3, "lost": 0, "doubled": 0,
