@@ -25,6 +25,7 @@ class Lineages:
         self.on_root: dict[int, SnapshotId | None] = {}
         self._begun: dict[int, dict[int, State | None]] = defaultdict(dict)  # by number and mark
         self._claims: dict[int, int] = {}  # the mark of each claim on the root
+        self._running = (0, 0)  # number and mark of what goes on now, whether it is claimed or not
         self._used: set[tuple[int, int]] = set()  # number and mark of generations that took a snapshot
 
     def _ancestors(self, number: int, mark: int, known: dict[int, int] | None = None) -> dict[int, SnapshotId | None]:
@@ -60,7 +61,9 @@ class Lineages:
         return max(self._claims, default=0) <= record.number and self._claims.get(record.number, mark) == mark
 
     def _counts(self, state: State) -> bool:
-        return self.owner(state.identity.generation) in (0, state.mark)
+        number, mark = self._running
+        is_running = state.identity.generation == number
+        return (mark if is_running else self.owner(state.identity.generation)) in (0, state.mark)
 
     def line(self, newest: int, parents: dict[int, SnapshotId | None]) -> dict[int, float]:
         """Return what survives of each generation from where one stands: the last step."""

@@ -78,6 +78,7 @@ class Rules(Lineages):
         self.parents.setdefault(record.number, record.parent)
         if starts:
             self._promised, self._everywhere = None, SnapshotId(record.number, -1)
+            self._running = record.number, mark
             self.parents = self._ancestors(record.number, mark)
         self._best = self.best()
 

@@ -70,7 +70,8 @@ class Attention(nn.Module):
         if positions.flex is not None:
             return positions.flex.attend(q, k, v, has_window=self.has_window)
         if positions.context is not None:
-            return positions.context.attend(q, k, v, has_window=self.has_window)
+            found: Tensor = positions.context.attend(q, k, v, has_window=self.has_window)
+            return found
         mask = positions.mask(q.shape[2], has_window=self.has_window)
         if positions.cache is not None:
             k, v = positions.cache.extend(self, k, v)

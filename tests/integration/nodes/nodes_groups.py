@@ -43,8 +43,7 @@ def write_run(folder: Path, patience_s: float) -> Path:
 
 def start(them: Nodes, group: int, config: Path) -> None:
     words = ("--nproc-per-node=1", "-m", "flashckpt.trainer", "--config", config, "--parallel.group", group)
-    words += ("--parallel.sync_address", them.address(group))
-    them.run(group, "flashckpt.daemon.run", *words)
+    them.run(group, "flashckpt.daemon.run", *words, "--parallel.sync_address", them.address(group))
 
 
 def rosters(folder: Path) -> list[Roster]:

@@ -96,7 +96,7 @@ def loss_and_gradients(rank: int, values: dict[str, Any], backend: str) -> dict[
         graphs.append(graph.code)
         return torch._dynamo.lookup_backend(backend)(graph, inputs)
 
-    torch.compile = partial(torch.compile, backend=compiler)  # type: ignore[assignment]  # this process ends with the test
+    torch.compile = partial(torch.compile, backend=compiler)  # this process ends with the test
     plain = from_values(values)
     layout, found = resolve_layout(plain, 2), []
     tokens = torch.arange(48).reshape(4, 12)
