@@ -79,7 +79,7 @@ class Reservation:
     def _reserve(self, segment: Segment) -> None:
         view: Any = np.frombuffer(segment.buffer, np.uint8)
         address, spec = int(view.ctypes.data), segment.spec
-        if not locks_slots(spec.slots * spec.data_capacity):
+        if self._pin_for is not None and not locks_slots(spec.slots * spec.data_capacity):
             self._pin_for = None
 
         def note(nbytes: int) -> None:
