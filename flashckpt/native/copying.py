@@ -86,8 +86,8 @@ def copy_and_digest(
         check: Whether to compare the rows with this process's map of its memory, about half a millisecond per call. Leave
             it out only for memory that an earlier call has checked.
         level: What runs; None chooses the best one here, or what FLASHCKPT_COPY names.
-        kinds: uint8[n]: how the numbers of each row are read, of `numbers.KINDS`; 0 for a row without figures. None: no figures.
-        figures: `numbers.FIGURES` of the same length as `digests`, that figures go to.
+        kinds: uint8[n]: how the numbers of each row are read, of `descriptors.KINDS`; 0 for a row without figures. None: no figures.
+        figures: `descriptors.FIGURES` of the same length as `digests`, that figures go to.
 
     Returns:
         uint64[k]: `digests`, or the array made for None; empty without digests.

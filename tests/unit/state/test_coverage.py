@@ -14,7 +14,7 @@ from support.one_rank import Holder, agent_of_the_test, crash, finished, step_ke
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from flashckpt import Checkpointer
-from flashckpt.native.numbers import FIGURES, figures_of_rows
+from flashckpt.native.descriptors import FIGURES, figures_of_rows
 from flashckpt.sampler import ElasticSampler, SeededSamples
 from flashckpt.snapshot.copy import Buffer
 from flashckpt.snapshot.copy_plan import CopyPlan
