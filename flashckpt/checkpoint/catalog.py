@@ -32,7 +32,7 @@ from flashckpt.checkpoint.spread_reads import each_entry, read_rows
 from flashckpt.checkpoint.writer import read_start
 from flashckpt.core.lineage import Generation, is_rolled_back
 from flashckpt.core.manifest import Manifest, decode_manifest, header_of
-from flashckpt.core.manifest_header import ManifestHeader, decode_manifest_header
+from flashckpt.core.schema import ManifestHeader, decode_manifest_header
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.core.spread import Spread, decode_spread, is_spread
 from flashckpt.errors import (

@@ -18,7 +18,8 @@ import numpy as np
 
 from flashckpt.core.digest import CHUNK_BYTES, NAME, digest_of
 from flashckpt.core.figures import TensorFigures, figures_from, stacked
-from flashckpt.core.manifest_header import (
+from flashckpt.core.records import integer, snapshot_id, text
+from flashckpt.core.schema import (
     HEADER,
     KEY,
     MAGIC,
@@ -29,12 +30,13 @@ from flashckpt.core.manifest_header import (
     PREFIX,
     ManifestHeader,
     broken_schema,
+    check_objects,
+    check_rows,
+    cut_tensors_with_gaps,
     damaged,
     encode_manifest_header,
     read_frame,
 )
-from flashckpt.core.records import integer, snapshot_id, text
-from flashckpt.core.schema import check_objects, check_rows, cut_tensors_with_gaps
 from flashckpt.core.shard_table import ShardTable, columns_of, table_from_columns
 from flashckpt.core.snapshot_id import SnapshotId, SnapshotRequest
 from flashckpt.core.values import NO_RANGES, RangedValues, concatenate, pack_values, packed, ranged_from, unpack_values

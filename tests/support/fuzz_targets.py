@@ -31,9 +31,9 @@ from flashckpt.core.digest import chunk_digests, digest
 from flashckpt.core.intent import Intent, NodeProposal
 from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest import Manifest, ShardTable, cover, decode_manifest, encode_manifest, header_of, merge
-from flashckpt.core.manifest_header import HEAD_BYTES, decode_manifest_header, encode_manifest_header
 from flashckpt.core.outline import outline_of
 from flashckpt.core.records import seal
+from flashckpt.core.schema import HEAD_BYTES, decode_manifest_header, encode_manifest_header
 from flashckpt.core.shard import Shard, place
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.core.spread import IndexEntry, Spread, decode_spread, encode_spread

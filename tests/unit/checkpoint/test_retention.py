@@ -45,7 +45,7 @@ from flashckpt.checkpoint.writer import commit, persist_slot
 from flashckpt.core.figures import TensorFigures
 from flashckpt.core.intent import Intent
 from flashckpt.core.lineage import Generation
-from flashckpt.core.manifest_header import HEAD_BYTES
+from flashckpt.core.schema import HEAD_BYTES
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, NoCheckpointError, RootError
 from flashckpt.storage.factory import open_store

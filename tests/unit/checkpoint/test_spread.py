@@ -22,7 +22,7 @@ from flashckpt.cli.verify import verify_checkpoint
 from flashckpt.console.copying import copy_checkpoint
 from flashckpt.core.figures import TensorFigures
 from flashckpt.core.manifest import by_design, decode_manifest, encode_manifest, header_of
-from flashckpt.core.manifest_header import HEAD_BYTES, decode_manifest_header
+from flashckpt.core.schema import HEAD_BYTES, decode_manifest_header
 from flashckpt.core.shard import Shard
 from flashckpt.core.spread import Spread, is_spread
 from flashckpt.errors import DamagedError, FormatVersionError, ShardGapError
