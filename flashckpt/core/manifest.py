@@ -17,7 +17,6 @@ import msgpack
 import numpy as np
 
 from flashckpt.core.digest import CHUNK_BYTES, NAME, digest_of
-from flashckpt.core.figures import TensorFigures, figures_from, stacked
 from flashckpt.core.records import integer, snapshot_id, text
 from flashckpt.core.schema import (
     HEADER,
@@ -29,13 +28,16 @@ from flashckpt.core.schema import (
     MINOR_WITH_SUMMARY,
     PREFIX,
     ManifestHeader,
+    TensorFigures,
     broken_schema,
     check_objects,
     check_rows,
     cut_tensors_with_gaps,
     damaged,
     encode_manifest_header,
+    figures_from,
     read_frame,
+    stacked,
 )
 from flashckpt.core.shard_table import ShardTable, columns_of, table_from_columns
 from flashckpt.core.snapshot_id import SnapshotId, SnapshotRequest

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flashckpt.core.digest import CHUNK_BYTES
-from flashckpt.core.figures import TensorFigures
+from flashckpt.core.schema import TensorFigures
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.errors import FlashckptError, SharedMemoryError
 

@@ -19,9 +19,8 @@ from flashckpt.checkpoint import catalog
 from flashckpt.checkpoint.catalog import manifest_from, read_manifest_bytes
 from flashckpt.checkpoint.ranged_reads import with_values
 from flashckpt.checkpoint.retention import leased
-from flashckpt.core.figures import figures_from
 from flashckpt.core.manifest import Manifest
-from flashckpt.core.schema import HEADER
+from flashckpt.core.schema import HEADER, figures_from
 from flashckpt.core.shard_table import columns_of, raw_bytes, table_from_columns
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.core.spread import Spread, is_spread

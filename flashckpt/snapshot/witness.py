@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from flashckpt.core.figures import TensorFigures
+from flashckpt.core.schema import TensorFigures
 from flashckpt.logs import guarded
 from flashckpt.native import copy_and_digest, is_native
 from flashckpt.native.copying import CounterPath, read_counters

@@ -42,10 +42,9 @@ from flashckpt.checkpoint.retention import (
 from flashckpt.checkpoint.root_records import CATALOG, MANIFEST, prefix_of
 from flashckpt.checkpoint.sweeping import sweep
 from flashckpt.checkpoint.writer import commit, persist_slot
-from flashckpt.core.figures import TensorFigures
 from flashckpt.core.intent import Intent
 from flashckpt.core.lineage import Generation
-from flashckpt.core.schema import HEAD_BYTES
+from flashckpt.core.schema import HEAD_BYTES, TensorFigures
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, NoCheckpointError, RootError
 from flashckpt.storage.factory import open_store

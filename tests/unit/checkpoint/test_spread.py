@@ -20,9 +20,8 @@ from flashckpt.checkpoint.spread_reads import read_part
 from flashckpt.checkpoint.writer import PersistOptions, commit, write_packs
 from flashckpt.cli.verify import verify_checkpoint
 from flashckpt.console.copying import copy_checkpoint
-from flashckpt.core.figures import TensorFigures
 from flashckpt.core.manifest import by_design, decode_manifest, encode_manifest, header_of
-from flashckpt.core.schema import HEAD_BYTES, decode_manifest_header
+from flashckpt.core.schema import HEAD_BYTES, TensorFigures, decode_manifest_header
 from flashckpt.core.shard import Shard
 from flashckpt.core.spread import Spread, is_spread
 from flashckpt.errors import DamagedError, FormatVersionError, ShardGapError
