@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 
 from flashckpt.checkpoint.catalog import newest_checkpoint
 from flashckpt.checkpoint.commit_lease import LeaseObjects
-from flashckpt.checkpoint.generations import ReplacedRoot, check_fence, claimed_token, read_generations
 from flashckpt.checkpoint.indexes import missing_writers
 from flashckpt.checkpoint.intents import (
     Proposals,
@@ -27,7 +26,14 @@ from flashckpt.checkpoint.intents import (
     read_intents,
 )
 from flashckpt.checkpoint.retention import Policy
-from flashckpt.checkpoint.root_records import MANIFEST, prefix_of
+from flashckpt.checkpoint.root_records import (
+    MANIFEST,
+    ReplacedRoot,
+    check_fence,
+    claimed_token,
+    prefix_of,
+    read_generations,
+)
 from flashckpt.checkpoint.writer import PersistOptions, commit
 from flashckpt.core.intent import Intent, NodeMessage
 from flashckpt.core.lineage import Generation

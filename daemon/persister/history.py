@@ -18,7 +18,6 @@ from statistics import median_low
 from typing import Any, NamedTuple
 
 from flashckpt import __version__
-from flashckpt.checkpoint.generations import newest_claim, owns_generation
 from flashckpt.checkpoint.history import (
     ENDED,
     RANKS,
@@ -32,6 +31,7 @@ from flashckpt.checkpoint.history import (
     write_session,
 )
 from flashckpt.checkpoint.incidents import forget_oldest_incidents, put_incident
+from flashckpt.checkpoint.root_records import newest_claim, owns_generation
 from flashckpt.checkpoint.series import COURSE, Points, added, read_series, write_series
 from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import click
 
 from flashckpt.checkpoint.catalog import CheckpointInfo, list_checkpoints
-from flashckpt.checkpoint.generations import read_generations
 from flashckpt.checkpoint.marks import named_marks
 from flashckpt.checkpoint.retention import kept_prefixes
-from flashckpt.checkpoint.root_records import MANIFEST
+from flashckpt.checkpoint.root_records import MANIFEST, read_generations
 from flashckpt.cli.common import parse_options
 from flashckpt.console.copying import copy_checkpoint
 from flashckpt.console.cp import cp

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from flashckpt.checkpoint.generations import read_generations
 from flashckpt.checkpoint.ranged_reads import with_values
 from flashckpt.checkpoint.root_records import (
     MANIFEST,
@@ -26,6 +25,7 @@ from flashckpt.checkpoint.root_records import (
     parallel,
     parse_prefix,
     prefix_of,
+    read_generations,
     read_names,
 )
 from flashckpt.checkpoint.spread_reads import each_entry, read_rows

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from flashckpt.checkpoint.catalog import newest_checkpoint
-from flashckpt.checkpoint.generations import check_fence, claim_generation, newest_generation
-from flashckpt.checkpoint.root_records import prefix_of
+from flashckpt.checkpoint.root_records import check_fence, claim_generation, newest_generation, prefix_of
 from flashckpt.checkpoint.writer import commit
 from flashckpt.core.digest import chunk_digests
 from flashckpt.core.lineage import Generation

@@ -27,7 +27,6 @@ from flashckpt.checkpoint.catalog import (
     read_manifest,
     verify_manifest,
 )
-from flashckpt.checkpoint.generations import newest_claim, read_generations
 from flashckpt.checkpoint.root_records import (
     MANIFEST,
     TOMBSTONE,
@@ -35,7 +34,9 @@ from flashckpt.checkpoint.root_records import (
     RootNames,
     add_entries,
     encode_entry,
+    newest_claim,
     parallel,
+    read_generations,
 )
 from flashckpt.core.lineage import is_rolled_back
 from flashckpt.core.manifest import Manifest

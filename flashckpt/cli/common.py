@@ -15,8 +15,8 @@ from click.shell_completion import CompletionItem
 
 from flashckpt.checkpoint.catalog import CheckpointInfo, list_checkpoints
 from flashckpt.checkpoint.choice import choose_checkpoint
-from flashckpt.checkpoint.generations import read_generations
 from flashckpt.checkpoint.marks import NAME, names_of
+from flashckpt.checkpoint.root_records import read_generations
 from flashckpt.cli.output import FittingTable, OutputConsole
 from flashckpt.core.lineage import is_rolled_back
 from flashckpt.core.snapshot_id import SnapshotId

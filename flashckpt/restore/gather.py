@@ -18,8 +18,8 @@ from typing import Any
 import msgpack
 
 from flashckpt import collectives, errors
-from flashckpt.checkpoint import catalog, generations
-from flashckpt.checkpoint.generations import read_generations
+from flashckpt.checkpoint import catalog, root_records
+from flashckpt.checkpoint.root_records import read_generations
 from flashckpt.core.lineage import BEGINNING, Generation, is_rolled_back
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.environment import env
@@ -307,8 +307,8 @@ def claim(
 
 def _claim_on_root(root: str, options: Mapping[str, Any], wanted: Generation) -> int:
     with catalog.open_root(root, options) as store:
-        while not generations.claim_generation(store, wanted):
-            wanted = replace(wanted, number=generations.newest_generation(store) + 1)
+        while not root_records.claim_generation(store, wanted):
+            wanted = replace(wanted, number=root_records.newest_generation(store) + 1)
         return wanted.number
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from flashckpt.checkpoint import generations
 from flashckpt.checkpoint.catalog import read_root
 from flashckpt.checkpoint.retention import reading
 from flashckpt.checkpoint.root_records import prefix_of
@@ -277,4 +276,4 @@ def _pin(node: Node, rank: int, candidate: Candidate) -> Any:
     return None
 
 
-__all__ = ["Restore", "RestoreFailed", "Restored", "generations"]
+__all__ = ["Restore", "RestoreFailed", "Restored"]

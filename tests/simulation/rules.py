@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
-from flashckpt.checkpoint.generations import decode_claim
-from flashckpt.checkpoint.root_records import TOMBSTONE, parse_prefix, prefix_of
+from flashckpt.checkpoint.root_records import TOMBSTONE, decode_claim, parse_prefix, prefix_of
 from flashckpt.core.digest import digest, mark_of
 from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest import decode_manifest

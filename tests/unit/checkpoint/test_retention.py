@@ -22,7 +22,6 @@ from flashckpt.checkpoint.catalog import (
     read_contents,
     read_manifest,
 )
-from flashckpt.checkpoint.generations import claim_generation, newest_generation, owns_generation, read_generations
 from flashckpt.checkpoint.intents import abandon_intent, abandoned_reason, close_intent, list_intents, put_intent
 from flashckpt.checkpoint.retention import (
     LEASE_S,
@@ -39,7 +38,15 @@ from flashckpt.checkpoint.retention import (
     reading,
     unkeep,
 )
-from flashckpt.checkpoint.root_records import CATALOG, MANIFEST, prefix_of
+from flashckpt.checkpoint.root_records import (
+    CATALOG,
+    MANIFEST,
+    claim_generation,
+    newest_generation,
+    owns_generation,
+    prefix_of,
+    read_generations,
+)
 from flashckpt.checkpoint.sweeping import sweep
 from flashckpt.checkpoint.writer import commit, persist_slot
 from flashckpt.core.intent import Intent

@@ -24,8 +24,8 @@ from support.ranks import wait_for
 
 from flashckpt.checkpoint import indexes
 from flashckpt.checkpoint.catalog import list_checkpoints
-from flashckpt.checkpoint.generations import claim_generation
 from flashckpt.checkpoint.history import SessionRecord, write_session
+from flashckpt.checkpoint.root_records import claim_generation
 from flashckpt.cli import ls as ls_command
 from flashckpt.cli import main as cli
 from flashckpt.core.lineage import Generation

@@ -20,9 +20,9 @@ import pytest
 from support.memory import request_of
 from support.paths import ROOT, TESTS
 
-from flashckpt.checkpoint.generations import decode_claim, encode_claim
 from flashckpt.checkpoint.intents import decode_intent, decode_proposal, encode_intent, encode_proposal
 from flashckpt.checkpoint.retention import decode_lease, encode_lease
+from flashckpt.checkpoint.root_records import decode_claim, encode_claim
 from flashckpt.core import superblock
 from flashckpt.core.digest import chunk_digests, digest, mark_of
 from flashckpt.core.intent import Intent, NodeProposal

@@ -23,9 +23,8 @@ from support.slots import make_pin, shard
 
 from flashckpt import Checkpointer
 from flashckpt.checkpoint.catalog import list_checkpoints, newest_checkpoint, read_manifest
-from flashckpt.checkpoint.generations import claim_generation, read_generations
 from flashckpt.checkpoint.retention import Policy
-from flashckpt.checkpoint.root_records import prefix_of
+from flashckpt.checkpoint.root_records import claim_generation, prefix_of, read_generations
 from flashckpt.checkpoint.writer import commit, persist_slot
 from flashckpt.core.intent import NodeMessage
 from flashckpt.core.lineage import Generation

@@ -14,9 +14,8 @@ from support.s3_stub import s3_stub
 from support.slots import make_pin, shard
 
 from flashckpt.checkpoint.catalog import list_checkpoints
-from flashckpt.checkpoint.generations import claim_generation
 from flashckpt.checkpoint.retention import Policy
-from flashckpt.checkpoint.root_records import prefix_of
+from flashckpt.checkpoint.root_records import claim_generation, prefix_of
 from flashckpt.checkpoint.sweeping import sweep
 from flashckpt.checkpoint.writer import commit, persist_slot
 from flashckpt.core.lineage import Generation
