@@ -29,9 +29,8 @@ from flashckpt.state.modules import refuse_deep, unwrapped
 from flashckpt.state.optimizer_state import DeferredState
 from flashckpt.state.parts import TensorPart, parts_of
 from flashckpt.state.placement import World, dtensor
-from flashckpt.state.state_layout import StateLayout
+from flashckpt.state.state_layout import StateLayout, Tracked, build
 from flashckpt.state.structure import Captured, Structure, StructureGuard
-from flashckpt.state.structure_builder import Tracked, build
 from flashckpt.state.value_reader import ValueReader
 
 _MOST_READINGS = 3
