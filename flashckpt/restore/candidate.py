@@ -18,7 +18,7 @@ from flashckpt.planning.read_plan import ReadPlan, plan_reads
 from flashckpt.planning.selection import Candidate, RestoreRequest, SlotLocation
 from flashckpt.printable import counted
 from flashckpt.report import RestoreReport
-from flashckpt.restore import live_memory, unexpected
+from flashckpt.restore import live_memory, votes
 from flashckpt.restore.candidate_sources import CandidateSources
 from flashckpt.restore.executor import Phases, RemoteFetcher, RestoreCounts, execute
 from flashckpt.restore.live_memory import LiveMemory
@@ -116,7 +116,7 @@ class Prepared:
     plan: ReadPlan
     program: Program
     only: Wanted
-    comparison: unexpected.NameComparison
+    comparison: votes.NameComparison
     left_behind: Sequence[str] = ()
 
     @cached_property
@@ -171,10 +171,10 @@ def prepare(attempt: Attempt, sources: CandidateSources, *, exact: bool, named_b
         tables = [source.manifest.table for source in sources.all]
         plan = plan_reads(required.wanted, tables, names=[source.name for source in sources.all])
     with attempt.phases("names"):
-        comparison = unexpected.compare(attempt.live, names, manifests, required, only)
+        comparison = votes.compare_names(attempt.live, names, manifests, required, only)
         has_all_values = bool(sources.storage) or (attempt.candidate.is_common and not attempt.may_ask)
         if has_all_values and attempt.request.only is None:
-            required = required.with_missing(unexpected.ungrouped(tracked, manifests, only))
+            required = required.with_missing(votes.ungrouped(tracked, manifests, only))
     return Prepared(
         sources=sources,
         values=values,
