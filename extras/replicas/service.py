@@ -28,7 +28,7 @@ from flashckpt.replicate.round_memory import PartnerView, RoundMemory
 from flashckpt.replicate.rounds import HeardReports, RoundsReporter
 from flashckpt.replicate.sender import ReplicaTarget, Sender
 from flashckpt.replicate.slots import Kept, ReplicaSlots
-from flashckpt.shm import job_records
+from flashckpt.shm import private
 from flashckpt.shm.inventory import NodeInventory, pin, release
 from flashckpt.shm.job_directory import JobConfig, JobDirectory
 from flashckpt.shm.job_id import root_digest
@@ -210,7 +210,7 @@ class ReplicationService:
         except OSError as error:
             found = NodeEndpoint(address=wanted, pid=os.getpid(), problem=str(error))
             _log.error("cannot accept replicas: cannot listen on %s: %s", wanted, error)
-        job_records.write(records.endpoint_path(self._directory), found)
+        private.write_record(records.endpoint_path(self._directory), found)
 
     def _begin(self, session: ReplicaSession | None, record: Generation) -> None:
         """End what is under way for the last session, and begin another one."""

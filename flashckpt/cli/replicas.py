@@ -15,7 +15,7 @@ from flashckpt.errors import FlashckptError
 from flashckpt.plugin import ReplicaNodes
 from flashckpt.shm.inventory import SlotEntry
 from flashckpt.shm.job_directory import JobDirectory
-from flashckpt.shm.job_records import DaemonStatus
+from flashckpt.shm.private import DaemonStatus
 from flashckpt.shm.segment import Segment
 
 

@@ -11,8 +11,7 @@ import time
 from pathlib import Path
 
 from flashckpt.errors import DamagedError
-from flashckpt.shm.job_records import DaemonStatus
-from flashckpt.shm.private import open_file
+from flashckpt.shm.private import DaemonStatus, open_file
 
 MODULE = "flashckpt.daemon.persister.service"
 LOG_NAME = "daemon.log"

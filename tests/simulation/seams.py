@@ -123,7 +123,7 @@ def _storage(connect: Connect) -> None:
 
 def _memory() -> None:
     segment, lease, directory = _module("shm.segment"), _module("shm.lease"), _module("shm.job_directory")
-    messages, records, gather = _module("shm.messages"), _module("shm.job_records"), _module("restore.gather")
+    messages, records, gather = _module("shm.messages"), _module("shm.private"), _module("restore.gather")
     files, fake = memory.FILES, memory.FileOs()
     segment.os = lease.os = directory.os = messages.os = fake
     segment.open_file, segment.Path = files.open, memory.SimPath
