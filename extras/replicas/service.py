@@ -31,8 +31,8 @@ from flashckpt.replicate.slots import Kept, ReplicaSlots
 from flashckpt.shm import private
 from flashckpt.shm.inventory import NodeInventory, pin, release
 from flashckpt.shm.job_directory import JobConfig, JobDirectory
-from flashckpt.shm.job_id import root_digest
 from flashckpt.shm.segment import Pin
+from flashckpt.storage.factory import root_digest
 
 _log = logging.getLogger(__name__)
 

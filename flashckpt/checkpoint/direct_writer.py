@@ -26,7 +26,7 @@ from flashckpt.faults import crash_point
 from flashckpt.native import digest_ranges
 from flashckpt.planning.packs import PACK_BYTES, index_name, pack_name
 from flashckpt.shm.job_directory import jobs_in_memory
-from flashckpt.shm.job_id import root_url
+from flashckpt.storage.factory import root_url
 from flashckpt.storage.store import PART_BYTES, Store
 
 

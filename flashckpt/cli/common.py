@@ -23,9 +23,8 @@ from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import ConfigError, FlashckptError, NoCheckpointError
 from flashckpt.printable import printable, to_json
 from flashckpt.shm.job_directory import JobDirectory, jobs_in_memory
-from flashckpt.shm.job_id import root_url
 from flashckpt.shm.private import Skipped
-from flashckpt.storage.factory import is_process_local, open_store
+from flashckpt.storage.factory import is_process_local, open_store, root_url
 from flashckpt.storage.store import Store
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -29,8 +29,8 @@ from flashckpt.shm.control import ControlRow, ControlView
 from flashckpt.shm.incident_files import incidents_in
 from flashckpt.shm.inventory import scan
 from flashckpt.shm.job_directory import LEFT_OUT, JobDirectory, jobs_in_memory, memory_root
-from flashckpt.shm.job_id import root_url
 from flashckpt.shm.segment import Segment
+from flashckpt.storage.factory import root_url
 
 
 @click.command(cls=Command)

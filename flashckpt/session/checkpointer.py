@@ -25,12 +25,11 @@ from flashckpt.restore.reader import Reader
 from flashckpt.session.opening import Opening
 from flashckpt.session.session import Session
 from flashckpt.session.untracked_optimizers import UntrackedOptimizers
-from flashckpt.shm.job_id import job_id, root_url
 from flashckpt.state.coverage import coverage
 from flashckpt.state.data_sources import PAGE, continuation_of
 from flashckpt.state.placement import current_world, trainable
 from flashckpt.state.registry import StateRegistry
-from flashckpt.storage.factory import check_options, is_process_local
+from flashckpt.storage.factory import check_options, is_process_local, job_id, root_url
 
 _logger = logging.getLogger("flashckpt")
 show_own_errors_plainly()

@@ -35,7 +35,6 @@ from flashckpt.shm.ack_relay import AckRelay, RelayStore, RelayThread
 from flashckpt.shm.acks import SnapshotAcks
 from flashckpt.shm.control import RESTORED_FROM, Control, ControlRow
 from flashckpt.shm.job_directory import JobConfig, JobDirectory
-from flashckpt.shm.job_id import earlier_job_id, root_digest
 from flashckpt.shm.lease import Lease
 from flashckpt.shm.messages import MessageFiles
 from flashckpt.shm.node_processes import agent_folder, ended_agent, note_bad_numbers, read_job, write_job
@@ -48,7 +47,7 @@ from flashckpt.state import replication, samplers
 from flashckpt.state.registry import StateRegistry
 from flashckpt.state.state_layout import MemoryNeed, StateLayout, need_of
 from flashckpt.state.structure import in_order
-from flashckpt.storage.factory import place_of
+from flashckpt.storage.factory import earlier_job_id, place_of, root_digest
 
 _logger = logging.getLogger("flashckpt")
 _log = guarded(_logger)

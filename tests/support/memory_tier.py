@@ -16,9 +16,9 @@ from flashckpt.core.shard_table import ShardTable
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.planning.slot_policy import choose_slot
 from flashckpt.shm.job_directory import JobConfig, JobDirectory
-from flashckpt.shm.job_id import root_digest
 from flashckpt.shm.lease import Lease
 from flashckpt.shm.segment import Segment, SegmentSpec, SlotPinned
+from flashckpt.storage.factory import root_digest
 from support.memory import request_of
 
 
