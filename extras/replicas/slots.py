@@ -25,7 +25,7 @@ from flashckpt.core.superblock import SlotHeader
 from flashckpt.errors import DamagedError, FlashckptError, FormatVersionError
 from flashckpt.faults import crash_point
 from flashckpt.native import digest_ranges
-from flashckpt.planning.slot_policy import choose_slot
+from flashckpt.shm.acks import choose_slot
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Segment, SegmentSpec, SlotPinned, SlotState, SlotWriter
 

@@ -19,9 +19,8 @@ from flashckpt.core.snapshot_id import SnapshotId, SnapshotRequest
 from flashckpt.environment import env
 from flashckpt.errors import ConfigError, DamagedError, FlashckptError, FormatVersionError, SharedMemoryError
 from flashckpt.logs import guarded
-from flashckpt.planning.slot_policy import GiveBackRate, choose_slot
 from flashckpt.shm import capacity
-from flashckpt.shm.acks import AckedSnapshots
+from flashckpt.shm.acks import AckedSnapshots, GiveBackRate, choose_slot
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Segment, SegmentSpec, SlotPinned, SlotWriter
 from flashckpt.state.state_layout import MemoryNeed

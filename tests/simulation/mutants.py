@@ -35,11 +35,11 @@ _R = "extras/replicas"
 _P, _C, _S, _L = "daemon/persister", "flashckpt/checkpoint", "flashckpt/shm", "flashckpt/planning"
 MUTANTS = [
     # slots
-    Mutant("M1: the newest common slot is overwritten", f"{_L}/slot_policy.py",
+    Mutant("M1: the newest common slot is overwritten", f"{_S}/acks.py",
            "identity < newest_common)", "identity <= newest_common)"),
-    Mutant("M1: what nobody else holds yet counts as old", f"{_L}/slot_policy.py",
+    Mutant("M1: what nobody else holds yet counts as old", f"{_S}/acks.py",
            "newest_common = max(common, default=None)", "newest_common = max((h.identity for h in headers), default=None)"),
-    Mutant("M1: superseded slots up to the next step", f"{_L}/slot_policy.py",
+    Mutant("M1: superseded slots up to the next step", f"{_S}/acks.py",
            "identity <= superseded)", "identity.generation <= superseded.generation + 1)"),
     Mutant("a pin does not keep a slot", f"{_S}/segment.py",
            "if slot in self._writing or not self._lease.exclusive(1 + slot):", "if slot in self._writing:"),

@@ -44,12 +44,11 @@ from flashckpt.daemon.zygote import messages
 from flashckpt.errors import DamagedError
 from flashckpt.interop.incoming import detect, open_foreign
 from flashckpt.interop.selection import Selection
-from flashckpt.planning import slot_policy
 from flashckpt.planning.packs import index_manifest, plan_packs
 from flashckpt.planning.peer_index import encode_held_rows
 from flashckpt.sampler.datasets import index_file
 from flashckpt.sampler.order.state import SamplerState
-from flashckpt.shm import segment_file
+from flashckpt.shm import acks, segment_file
 from flashckpt.shm.acks import encode_group, job_acks, node_acks
 from flashckpt.shm.control import Control, RankAcks
 from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory
@@ -227,7 +226,7 @@ def use_header(raw: bytes) -> None:
     header, copy = superblock.newest_copy(raw.ljust(4096, b"\0"))
     assert copy in (0, 1)
     assert header.state in SlotState
-    slot_policy.choose_slot([header, HEADER], pinned=(), common=[SnapshotId(3, 121)])
+    acks.choose_slot([header, HEADER], pinned=(), common=[SnapshotId(3, 121)])
 
 
 def superblock_bytes() -> bytes:

@@ -14,7 +14,7 @@ from flashckpt.core.manifest import Manifest, encode_manifest
 from flashckpt.core.shard import Shard, layout_hash, place
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.planning.slot_policy import choose_slot
+from flashckpt.shm.acks import choose_slot
 from flashckpt.shm.job_directory import JobConfig, JobDirectory
 from flashckpt.shm.lease import Lease
 from flashckpt.shm.segment import Segment, SegmentSpec, SlotPinned
