@@ -24,7 +24,7 @@ from flashckpt.core.records import pack
 from flashckpt.errors import FlashckptError, PersistError
 from flashckpt.native import IMPLEMENTATIONS, implementation
 from flashckpt.printable import printable
-from flashckpt.shm.capacity import huge_pages
+from flashckpt.shm.block import huge_pages
 from flashckpt.shm.control import ControlRow, ControlView
 from flashckpt.shm.incident_files import incidents_in
 from flashckpt.shm.inventory import scan

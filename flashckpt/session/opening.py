@@ -30,7 +30,7 @@ from flashckpt.planning.odd_node import odd_node
 from flashckpt.plugin import ReplicaPlan
 from flashckpt.restore.absent_state import recorded_beside
 from flashckpt.restore.coordinator import RestoreCoordinator, RestoreOutcome, RestoreRequest
-from flashckpt.shm import capacity
+from flashckpt.shm import block
 from flashckpt.shm.ack_relay import AckRelay, RelayStore, RelayThread
 from flashckpt.shm.acks import SnapshotAcks
 from flashckpt.shm.control import RESTORED_FROM, Control, ControlRow
@@ -171,7 +171,7 @@ class Opening:
             agree = entry_points.load(entry_points.EXTRAS, "replicas").agree
             partnering: ReplicaPlan = agree(self.settings, inventories, layout.reserved, self.directory)
             self.partnering, replica_bytes = partnering, partnering.missing_bytes
-        slots = capacity.slots_for(
+        slots = block.slots_for(
             missing, min(inventories[r].free_bytes for r in mates), wanted, replica_bytes=replica_bytes
         )
         self.memory.open(need, slots=slots, job=self.settings.job, is_opening=True)

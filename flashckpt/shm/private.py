@@ -25,7 +25,7 @@ from flashckpt.core.lineage import Generation
 from flashckpt.core.records import Record, pack, seal, unpack, unseal
 from flashckpt.core.snapshot_id import BEFORE_ALL, SnapshotId
 from flashckpt.errors import ConfigError, DamagedError, SharedMemoryError
-from flashckpt.shm import capacity
+from flashckpt.shm import block
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -328,8 +328,8 @@ def write_raw(path: Path, raw: bytes) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        least = capacity.capacities(path.parent)[0]
-        raise capacity.insufficient_memory(path.parent, len(raw), least, what=f"job {path.parent.name!r}") from error
+        least = block.capacities(path.parent)[0]
+        raise block.insufficient_memory(path.parent, len(raw), least, what=f"job {path.parent.name!r}") from error
 
 
 def _replace(path: Path, raw: bytes) -> None:

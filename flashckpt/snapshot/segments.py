@@ -19,7 +19,7 @@ from flashckpt.core.snapshot_id import SnapshotId, SnapshotRequest
 from flashckpt.environment import env
 from flashckpt.errors import ConfigError, DamagedError, FlashckptError, FormatVersionError, SharedMemoryError
 from flashckpt.logs import guarded
-from flashckpt.shm import capacity
+from flashckpt.shm import block
 from flashckpt.shm.acks import AckedSnapshots, GiveBackRate, choose_slot
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Segment, SegmentSpec, SlotPinned, SlotWriter
@@ -423,4 +423,4 @@ def _other_root(path: Path) -> ConfigError:
 
 def free_bytes(directory: JobDirectory) -> int:
     """Return the bytes that may still be reserved on this node."""
-    return capacity.capacities(directory.path)[0].nbytes
+    return block.capacities(directory.path)[0].nbytes

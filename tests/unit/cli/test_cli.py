@@ -34,7 +34,7 @@ from flashckpt.daemon.persister.service import Daemon
 from flashckpt.daemon.persister.timeouts import DaemonTimeouts
 from flashckpt.native import IMPLEMENTATIONS, implementation
 from flashckpt.shm import inventory
-from flashckpt.shm.capacity import huge_pages
+from flashckpt.shm.block import huge_pages
 from flashckpt.shm.control import Control
 from flashckpt.shm.job_directory import DaemonStatus, memory_root
 from flashckpt.storage.factory import open_store
