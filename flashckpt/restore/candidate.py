@@ -38,7 +38,7 @@ from flashckpt.restore.values import (
 )
 from flashckpt.restore.votes import Rejection, attempted
 from flashckpt.shm.segment import Segment
-from flashckpt.state import exclusion
+from flashckpt.state import value_reader
 from flashckpt.state.optimizer_state import in_program_order
 from flashckpt.state.registry import StateRegistry
 
@@ -200,7 +200,7 @@ def _brought(sources: CandidateSources, required: Requirements) -> CandidateSour
 
 def _refuse_another_base(tracked: StateRegistry, values: Values) -> None:
     """Raise TensorMismatchError where what `exclude=` leaves out is not what it was when the snapshot was taken."""
-    changed = tracked.changed_left_out(values.recorded(exclusion.KEY)) if tracked.exclusion else []
+    changed = tracked.changed_left_out(values.recorded(value_reader.LEFT_OUT_KEY)) if tracked.exclusion else []
     if changed:
         raise TensorMismatchError(
             f"{changed[0]!r} is left out by exclude= and is not the tensor that the snapshot was taken with",

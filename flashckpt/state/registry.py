@@ -12,7 +12,7 @@ from torch import nn
 
 from flashckpt.core.values import RESERVED
 from flashckpt.errors import ConfigError, UnsupportedStateError
-from flashckpt.state import exclusion, modules, optimizer_state, samplers, value_reader
+from flashckpt.state import modules, optimizer_state, samplers, value_reader
 from flashckpt.state.data_sources import (
     asks_for_more,
     begins_when_read,
@@ -23,8 +23,7 @@ from flashckpt.state.data_sources import (
     remedy_for,
     with_state_dict,
 )
-from flashckpt.state.exclusion import Exclusion
-from flashckpt.state.module_tensors import ModuleTensors, are_global, collect, may_share
+from flashckpt.state.module_tensors import Exclusion, ModuleTensors, are_global, collect, may_share
 from flashckpt.state.modules import refuse_deep, unwrapped
 from flashckpt.state.optimizer_state import DeferredState
 from flashckpt.state.parts import TensorPart, parts_of
@@ -177,7 +176,7 @@ class StateRegistry:
     def changed_left_out(self, recorded: Iterable[Any]) -> list[str]:
         """Return the parameters that are left out and are not those of which a snapshot holds these samples."""
         ours = self._reader.sample_of_left_out() if self.exclusion else b""
-        return sorted({name for theirs in recorded for name in exclusion.differing(ours, theirs)}) if ours else []
+        return sorted({name for theirs in recorded for name in value_reader.differing(ours, theirs)}) if ours else []
 
     # -- structure ---------------------------------------------------------------------------------------
 
