@@ -22,10 +22,9 @@ from flashckpt.report import RestoreReport
 from flashckpt.restore.coordinator import RestoreCoordinator, RestoreRequest
 from flashckpt.restore.executor import collector_paused
 from flashckpt.restore.reader import Reader
+from flashckpt.session.coverage import UntrackedOptimizers, coverage
 from flashckpt.session.opening import Opening
 from flashckpt.session.session import Session
-from flashckpt.session.untracked_optimizers import UntrackedOptimizers
-from flashckpt.state.coverage import coverage
 from flashckpt.state.data_sources import PAGE, continuation_of
 from flashckpt.state.placement import current_world, trainable
 from flashckpt.state.registry import StateRegistry
