@@ -110,7 +110,7 @@ class StateRegistry:
                 expected="a separate name for every tracked object",
                 remedy="track it under another name",
             )
-        thing = with_state_dict(unwrapped(thing))
+        thing = unwrapped(thing)
         is_list = isinstance(thing, (list, tuple)) or (isinstance(thing, nn.ModuleList) and are_global(list(thing)))
         parts = list(thing) if is_list else [thing]
         if parts and all(isinstance(p, nn.Module) for p in parts):
@@ -127,9 +127,9 @@ class StateRegistry:
         elif isinstance(thing, (list, tuple)):
             for i, part in enumerate(parts):
                 self.add(f"{name}-{i}", part, fenced=fenced)
-        elif keeps_state(thing) and not asks_for_more(thing):
+        elif keeps_state(thing := with_state_dict(thing)) and not asks_for_more(thing):
             samplers.refuse_second(name, thing, self.objects)
-            refuse_deep(name, *parts)
+            refuse_deep(name, thing)
             self.objects[name] = thing
             self.unread |= {name} if begins_when_read(thing) else set()
         else:
