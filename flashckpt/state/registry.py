@@ -222,9 +222,9 @@ class StateRegistry:
                 return planned, captured
         for _ in range(_MOST_READINGS):  # state that has just appeared may consist of tensors too
             self._look_at_modules()
-            structure = self._build(self.capture(), ahead=ahead)
             captured = self.capture()
-            if captured.forms == structure.forms:
+            structure = self._build(captured, ahead=ahead)
+            if self._reader.has_all(captured) or (captured := self.capture()).forms == structure.forms:
                 return structure, captured
         before, now = ({one[0]: one for one in forms} for forms in (structure.forms, captured.forms))
         name = next(name for name in {**now, **before} if before.get(name) != now.get(name))

@@ -72,7 +72,7 @@ class ValueReader:
 
     def look(self, found: ModuleTensors, exclusion: Exclusion) -> None:
         """Record which modules have extra state that is not left out, and which parameters are."""
-        self._groups = {}
+        self._groups, self._program = {}, {}
         kept = set(found.ids)
         self._devices = {
             tensor.device for module in found.walked_modules() for tensor in module.parameters(recurse=False)
@@ -91,11 +91,16 @@ class ValueReader:
 
     def take(self, entries: OptimizerEntries) -> None:
         """Take note of the optimizers' state: what of it is no tensor."""
-        self.values, self._forms, self._program = entries.values, entries.forms, {}
+        self.values, self._forms = entries.values, entries.forms
         self._others = [
             (label, [dict.fromkeys(optimizer_state.other_keys(optimizer), optimizer.state) for optimizer in group])
             for label, group in self._tracked.optimizers.items()
         ]
+
+    def has_all(self, captured: Captured) -> bool:
+        """Whether what was read before `take` would be read just so again: nothing but plain settings of optimizers."""
+        others = any(any(per_optimizer) for _, per_optimizer in self._others)
+        return not (captured.tensors or self._tracked.objects or self.extra or self.values or self._forms or others)
 
     def key_of(self, name: str, thing: Any = None) -> str:
         """Return the key of an object's state: with a suffix where the state belongs to this rank alone."""

@@ -95,10 +95,12 @@ def _text_of(root: object) -> str:
 def _real_path(text: str) -> str:
     path = text
     if match := _SCHEME.match(text):
-        path = unquote(text[match.end() :].removeprefix("localhost"))
+        quoted = text[match.end() :].removeprefix("localhost")
+        path = unquote(quoted)
         if not path.startswith("/"):
             raise _refused(text, "names no absolute path", text[:200], expected="file:///path, with three slashes")
-        _ = _text_of(path)
+        if path != quoted:
+            _ = _text_of(path)
     path = os.path.expanduser(path)  # noqa: PTH111 -- pathlib raises where the user is unknown
     if path.startswith("~"):
         raise _refused(
