@@ -271,7 +271,7 @@ def _undisturbed(error: BaseException) -> BaseException:
 def _default_hook() -> bool:
     """Return whether the script left the exception hook alone; init_process_group sets one that adds the rank, and we do."""
     hook = sys.excepthook
-    usual = {"torch.distributed.distributed_c10d", "flashckpt.logs"}
+    usual = {"torch.distributed.distributed_c10d", "flashckpt.report"}
     return hook is sys.__excepthook__ or getattr(hook, "__module__", "") in usual
 
 

@@ -20,7 +20,6 @@ from flashckpt.core.settings import Settings
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.environment import Environment, env
 from flashckpt.errors import FlashckptError
-from flashckpt.logs import notice
 from flashckpt.planning.inventory import Inventory, host_names, local_world, node_names
 from flashckpt.planning.peer_index import owner_of
 from flashckpt.replicate import records
@@ -28,6 +27,7 @@ from flashckpt.replicate.partners import partner_map, senders_to
 from flashckpt.replicate.records import ReplicaRows, ReplicaSession
 from flashckpt.replicate.replica_rows import Keys, Masks, ReplicaMap, replica_bytes, row_keys, rows_for
 from flashckpt.replicate.slots import REPLICA_SLOTS
+from flashckpt.report import notice
 from flashckpt.restore.coordinator import RestoreOutcome
 from flashckpt.shm import private
 from flashckpt.shm.job_directory import JobDirectory

@@ -27,8 +27,8 @@ from flashckpt.core.spread import Spread, is_spread
 from flashckpt.core.values import pack_values, ranged_from, unpack_values
 from flashckpt.errors import FlashckptError, NoCheckpointError
 from flashckpt.framing import frame, split
-from flashckpt.logs import guarded
 from flashckpt.planning.selection import Candidate, SlotLocation
+from flashckpt.report import guarded
 from flashckpt.restore.peers import PeerSource
 from flashckpt.restore.sources import MemorySource, Source, StorageSource
 from flashckpt.restore.spread_source import SpreadSource

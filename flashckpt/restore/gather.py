@@ -25,9 +25,9 @@ from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.environment import env
 from flashckpt.errors import ConfigError, DamagedError, FlashckptError, RootError
 from flashckpt.faults import crash_point
-from flashckpt.logs import guarded
 from flashckpt.planning.inventory import HeldSlot, Inventory, Member, unpack_all
 from flashckpt.planning.selection import Candidates, RestoreRequest, RootSummary, refuse_damage, require_same_request
+from flashckpt.report import guarded
 from flashckpt.shm.control import Control, ControlView
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.job_key import ranks_key

@@ -18,8 +18,8 @@ import torch
 
 from flashckpt.core.shard import split_owner
 from flashckpt.errors import TensorMismatchError
-from flashckpt.logs import guarded
 from flashckpt.printable import counted
+from flashckpt.report import guarded
 from flashckpt.restore.requirements import Wanted, is_wanted
 from flashckpt.restore.source_names import SourceNames
 from flashckpt.state import group_lists, named_groups, optimizer_state, pytree

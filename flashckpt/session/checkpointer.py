@@ -17,8 +17,7 @@ from flashckpt import accelerator, collectives
 from flashckpt.core.settings import Settings, tracking_settings
 from flashckpt.environment import env
 from flashckpt.errors import ConfigError
-from flashckpt.logs import guarded, notice, show_own_errors_plainly
-from flashckpt.report import RestoreReport
+from flashckpt.report import RestoreReport, guarded, notice, show_own_errors_plainly
 from flashckpt.restore.coordinator import RestoreCoordinator, RestoreRequest
 from flashckpt.restore.executor import collector_paused
 from flashckpt.restore.reader import Reader

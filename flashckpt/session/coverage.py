@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
-from flashckpt.logs import guarded
+from flashckpt.report import guarded
 from flashckpt.state import samplers
 from flashckpt.state.data_sources import begins_when_read, continuation_of
 from flashckpt.state.registry import StateRegistry

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from flashckpt.core.settings import Settings
 from flashckpt.core.snapshot_id import BEFORE_ALL, SnapshotId
 from flashckpt.errors import DamagedError, FormatVersionError, PersistError
-from flashckpt.logs import guarded
-from flashckpt.report import RestoreReport
+from flashckpt.report import RestoreReport, guarded
 from flashckpt.shm.acks import AckedSnapshots
 from flashckpt.shm.job_directory import NO_STATUS, DaemonStatus, JobDirectory
 from flashckpt.shm.node_processes import LOG_NAME, Silence, in_one_line, state_of

@@ -23,11 +23,11 @@ from flashckpt.core.lineage import BEGINNING
 from flashckpt.core.settings import Settings
 from flashckpt.environment import env
 from flashckpt.errors import FlashckptError
-from flashckpt.logs import guarded, notice
 from flashckpt.native import IMPLEMENTATIONS, implementation
 from flashckpt.planning.inventory import Inventory, local_world
 from flashckpt.planning.odd_node import odd_node
 from flashckpt.plugin import ReplicaPlan
+from flashckpt.report import guarded, notice
 from flashckpt.restore.absent_state import recorded_beside
 from flashckpt.restore.coordinator import RestoreCoordinator, RestoreOutcome, RestoreRequest
 from flashckpt.shm import block

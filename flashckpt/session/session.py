@@ -14,8 +14,8 @@ from typing import Any
 from flashckpt.core.settings import next_step
 from flashckpt.core.snapshot_id import SnapshotId, SnapshotRequest
 from flashckpt.errors import ConfigError, UnsupportedStateError
-from flashckpt.logs import guarded
 from flashckpt.planning.inventory import left_out
+from flashckpt.report import guarded
 from flashckpt.session.durability import CommitWatch, Skips, Waiting, Wanted
 from flashckpt.session.opening import Callback, NodePlace, OpenedJob
 from flashckpt.session.stop_signals import DeferredSignals

@@ -18,7 +18,7 @@ from flashckpt import accelerator
 from flashckpt.core.snapshot_id import SnapshotId, SnapshotRequest
 from flashckpt.environment import env
 from flashckpt.errors import ConfigError, DamagedError, FlashckptError, FormatVersionError, SharedMemoryError
-from flashckpt.logs import guarded
+from flashckpt.report import guarded
 from flashckpt.shm import block
 from flashckpt.shm.acks import AckedSnapshots, GiveBackRate, choose_slot
 from flashckpt.shm.job_directory import JobDirectory

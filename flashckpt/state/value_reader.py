@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from flashckpt.errors import UnsupportedStateError
-from flashckpt.logs import guarded
+from flashckpt.report import guarded
 from flashckpt.state import (
     group_lists,
     modules,
