@@ -46,9 +46,8 @@ from flashckpt.core.spread import Spread, decode_spread
 from flashckpt.daemon.persister.messaging import CARRIED_LOOK_S, IDLE_LOOK_S
 from flashckpt.errors import ObjectMissingError
 from flashckpt.planning.packs import pack_name
-from flashckpt.planning.read_plan import plan_reads
+from flashckpt.planning.read_plan import SourceNames, plan_reads
 from flashckpt.restore import candidate_sources
-from flashckpt.restore.source_names import SourceNames
 from flashckpt.restore.spread_source import SpreadSource
 from flashckpt.shm.ack_relay import AckRelay
 from flashckpt.shm.acks import SnapshotAcks

@@ -14,7 +14,7 @@ from flashckpt.core.shard import split_owner
 from flashckpt.errors import FlashckptError, TensorMismatchError
 from flashckpt.planning.box_match import has_same_regions
 from flashckpt.planning.peer_index import PeerQuery
-from flashckpt.planning.read_plan import ReadPlan, plan_reads
+from flashckpt.planning.read_plan import ReadPlan, SourceNames, plan_reads
 from flashckpt.planning.selection import Candidate, RestoreRequest, SlotLocation
 from flashckpt.printable import counted
 from flashckpt.report import RestoreReport
@@ -24,7 +24,6 @@ from flashckpt.restore.executor import Phases, RemoteFetcher, RestoreCounts, exe
 from flashckpt.restore.live_memory import LiveMemory
 from flashckpt.restore.program import Program, compare
 from flashckpt.restore.requirements import LiveState, Requirements, Wanted, requirements
-from flashckpt.restore.source_names import SourceNames
 from flashckpt.restore.sources import Source
 from flashckpt.restore.values import (
     Applied,

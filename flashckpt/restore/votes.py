@@ -31,8 +31,8 @@ from flashckpt.errors import (
     TensorMismatchError,
     UnexpectedStateError,
 )
+from flashckpt.planning.read_plan import SourceNames
 from flashckpt.restore.requirements import LiveState, Requirements, Wanted, is_wanted
-from flashckpt.restore.source_names import SourceNames
 from flashckpt.state import optimizer_state, pytree, value_reader
 from flashckpt.state.registry import StateRegistry
 

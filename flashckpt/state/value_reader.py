@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from flashckpt.errors import UnsupportedStateError
+from flashckpt.planning.read_plan import Form
 from flashckpt.report import guarded
 from flashckpt.state import (
     group_lists,
@@ -23,7 +24,7 @@ from flashckpt.state import (
 )
 from flashckpt.state.loaded import ask
 from flashckpt.state.module_tensors import Exclusion, ModuleTensors
-from flashckpt.state.optimizer_entries import Form, OptimizerEntries, StateValue
+from flashckpt.state.optimizer_entries import OptimizerEntries, StateValue
 from flashckpt.state.placement import World, boxes_of, dtensor
 from flashckpt.state.structure import Captured, ValuesRead
 

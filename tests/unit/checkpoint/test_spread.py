@@ -25,9 +25,8 @@ from flashckpt.core.schema import HEAD_BYTES, TensorFigures, decode_manifest_hea
 from flashckpt.core.shard import Shard
 from flashckpt.core.spread import Spread, is_spread
 from flashckpt.errors import DamagedError, FormatVersionError, ShardGapError
-from flashckpt.planning.read_plan import plan_reads
+from flashckpt.planning.read_plan import SourceNames, plan_reads
 from flashckpt.restore.executor import Target, execute_reads
-from flashckpt.restore.source_names import SourceNames
 from flashckpt.restore.spread_source import SpreadSource
 from flashckpt.storage.factory import open_store
 from flashckpt.storage.store import Store

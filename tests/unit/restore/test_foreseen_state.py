@@ -15,10 +15,10 @@ from unit.planning.test_directory import manifest
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard import Shard
 from flashckpt.core.shard_table import ShardTable
+from flashckpt.planning.read_plan import SourceNames
 from flashckpt.restore import requirements as module
 from flashckpt.restore import votes
 from flashckpt.restore.requirements import LiveState, Requirements, foreseen_state, requirements
-from flashckpt.restore.source_names import SourceNames
 from flashckpt.state import named_groups, optimizer_state
 from flashckpt.state.placement import World
 from flashckpt.state.registry import StateRegistry
