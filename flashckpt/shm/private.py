@@ -16,7 +16,7 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -141,6 +141,19 @@ def mark_file(path: Path) -> None:
         os.utime(path, follow_symlinks=False)
     except FileNotFoundError:
         os.close(open_file(path, os.O_WRONLY | os.O_CREAT))
+
+
+def write_durably(path: Path, parts: Iterable[memoryview]) -> None:
+    """Create `path` with the bytes of `parts`, and fsync it; the caller removes one that could not be written completely."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        for part in parts:
+            left = part if part.ndim == 1 and part.format == "B" else part.cast("B")
+            while left:
+                left = left[os.write(fd, left) :]
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def replace(temporary: Path, path: Path) -> None:
