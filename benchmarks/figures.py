@@ -27,7 +27,7 @@ from torch import nn
 from flashckpt import Checkpointer
 from flashckpt.bench.measure import LoadWatch, Summary, document, summarise, write_json
 from flashckpt.bench.table import about
-from flashckpt.core.digest import CHUNK_BYTES
+from flashckpt.core.records import CHUNK_BYTES
 from flashckpt.native import LEVEL_VARIABLE, copy_and_digest, levels
 from flashckpt.native import descriptors as numbers_module
 from flashckpt.native.descriptors import FIGURES, KINDS

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from flashckpt.core.digest import CHUNK_BYTES, digest, mark_of
 from flashckpt.core.lineage import Generation, is_rolled_back
 from flashckpt.core.manifest import Manifest, decode_manifest, encode_table
+from flashckpt.core.records import CHUNK_BYTES, digest, mark_of
 from flashckpt.core.shard_table import chunk_counts
 from flashckpt.core.snapshot_id import SnapshotId, SnapshotRequest
 from flashckpt.core.superblock import SlotHeader

@@ -16,9 +16,9 @@ import numpy as np
 from flashckpt.checkpoint.catalog import newest_checkpoint
 from flashckpt.checkpoint.root_records import check_fence, claim_generation, newest_generation, prefix_of
 from flashckpt.checkpoint.writer import commit
-from flashckpt.core.digest import chunk_digests
 from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest import Manifest, encode_manifest
+from flashckpt.core.records import chunk_digests
 from flashckpt.core.shard import SMALL_BYTES, Shard, place
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.errors import DamagedError, FormatVersionError, JobInUseError

@@ -17,9 +17,8 @@ from typing import Any, TypeVar
 
 import msgpack
 
-from flashckpt.core.digest import mark_of
 from flashckpt.core.lineage import BEGINNING, Generation
-from flashckpt.core.records import Record, is_sealed, pack, seal, unpack, unseal
+from flashckpt.core.records import Record, is_sealed, mark_of, pack, seal, unpack, unseal
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, FencedError, FormatVersionError, ObjectMissingError, RootError
 from flashckpt.faults import crash_point

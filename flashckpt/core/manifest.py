@@ -16,8 +16,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from flashckpt.core.digest import CHUNK_BYTES, NAME, digest_of
-from flashckpt.core.records import integer, snapshot_id, text
+from flashckpt.core.records import CHUNK_BYTES, NAME, digest_of, integer, snapshot_id, text
 from flashckpt.core.schema import (
     HEADER,
     KEY,

@@ -21,8 +21,7 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from flashckpt.core.digest import digest
-from flashckpt.core.records import pack, unpack
+from flashckpt.core.records import digest, pack, unpack
 from flashckpt.core.shard import ITEMSIZE
 from flashckpt.core.shard_table import ShardTable, chunk_counts, first_chunks
 from flashckpt.core.snapshot_id import SnapshotId

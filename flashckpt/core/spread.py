@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import msgpack
 import numpy as np
 
-from flashckpt.core.digest import digest_of
 from flashckpt.core.manifest import Manifest, body_of, fields_of, frame_of, head_from, header_of
 from flashckpt.core.outline import Outline, decode_outline, encode_outline
+from flashckpt.core.records import digest_of
 from flashckpt.core.schema import (
     KEY,
     MAGIC,

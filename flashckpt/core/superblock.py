@@ -7,7 +7,7 @@ import struct
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from flashckpt.core.digest import digest
+from flashckpt.core.records import digest
 from flashckpt.core.shard import ALIGN_LARGE, round_up
 from flashckpt.core.snapshot_id import MAX_SLOTS, MIN_SLOTS, SnapshotId
 from flashckpt.errors import ConfigError, DamagedError, FormatVersionError

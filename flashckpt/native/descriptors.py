@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from flashckpt.core.digest import CHUNK_BYTES
+from flashckpt.core.records import CHUNK_BYTES
 from flashckpt.core.schema import TensorFigures
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.errors import FlashckptError, SharedMemoryError

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from flashckpt.core.digest import CHUNK_BYTES
+from flashckpt.core.records import CHUNK_BYTES
 from flashckpt.native import descriptors as d
 from flashckpt.native.descriptors import Digests, Figures, Integers, Noted, Refusal, look
 

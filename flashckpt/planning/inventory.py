@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from flashckpt.core import records
-from flashckpt.core.digest import mark_of
 from flashckpt.core.lineage import Generation
+from flashckpt.core.records import mark_of
 from flashckpt.core.snapshot_id import SnapshotId
 
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from flashckpt.core.digest import chunk_count
 from flashckpt.core.manifest import Manifest
+from flashckpt.core.records import chunk_count
 from flashckpt.core.schema import mixed_coordinates
 from flashckpt.core.shard import ITEMSIZE, Box, Shard, split_owner
 from flashckpt.core.shard_table import ShardTable

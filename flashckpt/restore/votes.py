@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from flashckpt import collectives
-from flashckpt.core.digest import digest
 from flashckpt.core.manifest import Manifest
+from flashckpt.core.records import digest
 from flashckpt.core.shard import split_owner
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import (

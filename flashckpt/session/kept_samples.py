@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
-from flashckpt.core.digest import digest, digest_of
+from flashckpt.core.records import digest, digest_of
 from flashckpt.environment import env
 from flashckpt.errors import DamagedError
 from flashckpt.faults import crash_point

@@ -22,7 +22,7 @@ from multiprocessing import shared_memory
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from flashckpt.core.digest import digest
+from flashckpt.core.records import digest
 from flashckpt.core.snapshot_id import MIN_SLOTS
 from flashckpt.errors import SharedMemoryError
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from flashckpt.core.digest import mark_of
+from flashckpt.core.records import mark_of
 from flashckpt.core.snapshot_id import SnapshotRequest
 from flashckpt.core.superblock import (
     HEADER_COPY_BYTES,

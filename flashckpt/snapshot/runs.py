@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from flashckpt import faults
-from flashckpt.core.digest import CHUNK_BYTES
+from flashckpt.core.records import CHUNK_BYTES
 from flashckpt.environment import env
 from flashckpt.native import SharedCopy, copy_and_digest, is_native
 from flashckpt.native.descriptors import Figures, kind_of

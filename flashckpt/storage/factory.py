@@ -12,7 +12,7 @@ from typing import Any, cast
 from urllib.parse import unquote
 
 from flashckpt import entry_points
-from flashckpt.core.digest import digest
+from flashckpt.core.records import digest
 from flashckpt.environment import env
 from flashckpt.errors import ConfigError, FlashckptError
 from flashckpt.storage.store import Store, StoreType

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flashckpt.core.digest import chunk_digests
 from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest import Manifest, encode_manifest
+from flashckpt.core.records import chunk_digests
 from flashckpt.core.schema import TensorFigures
 from flashckpt.core.snapshot_id import SnapshotId, SnapshotRequest
 from flashckpt.core.superblock import SegmentSpec, Superblock, encode_superblock

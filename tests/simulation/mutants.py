@@ -94,7 +94,7 @@ MUTANTS = [
            "if size > 0 and _holds_all(held, size) and", "if size > 0 and"),
     Mutant("the next generation has the number of the last", f"{_L}/selection.py",
            "next_generation=highest + 1,", "next_generation=max(highest, 1),"),
-    Mutant("generations of one number count as one", "flashckpt/core/digest.py",
+    Mutant("generations of one number count as one", "flashckpt/core/records.py",
            "return digest(token.encode()) % 0xFFFFFF + 1 if token else 0", "return 0"),
     Mutant("slots that were rolled back are not emptied", "flashckpt/restore/gather.py",
            "                segment.mark_empty(slot)\n", "                pass\n"),

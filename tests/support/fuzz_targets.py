@@ -27,12 +27,11 @@ from flashckpt.checkpoint.merging import refuse_gaps
 from flashckpt.checkpoint.retention import encode_lease, leased_prefixes
 from flashckpt.checkpoint.root_records import decode_claim, encode_claim
 from flashckpt.core import superblock
-from flashckpt.core.digest import chunk_digests, digest
 from flashckpt.core.intent import Intent, NodeProposal
 from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest import Manifest, ShardTable, cover, decode_manifest, encode_manifest, header_of, merge
 from flashckpt.core.outline import outline_of
-from flashckpt.core.records import seal
+from flashckpt.core.records import chunk_digests, digest, seal
 from flashckpt.core.schema import HEAD_BYTES, decode_manifest_header, encode_manifest_header
 from flashckpt.core.shard import Shard, place
 from flashckpt.core.snapshot_id import SnapshotId

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from flashckpt.core.digest import chunk_digests
 from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest import Manifest, encode_manifest
+from flashckpt.core.records import chunk_digests
 from flashckpt.core.shard import Shard, layout_hash, place
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.core.snapshot_id import SnapshotId

@@ -24,11 +24,11 @@ from flashckpt.checkpoint.intents import decode_intent, decode_proposal, encode_
 from flashckpt.checkpoint.retention import decode_lease, encode_lease
 from flashckpt.checkpoint.root_records import decode_claim, encode_claim
 from flashckpt.core import superblock
-from flashckpt.core.digest import chunk_digests, digest, mark_of
 from flashckpt.core.intent import Intent, NodeProposal
 from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest import Manifest, ShardTable, cover, decode_manifest, encode_manifest, header_of, merge
 from flashckpt.core.outline import encode_outline, outline_of
+from flashckpt.core.records import chunk_digests, digest, mark_of
 from flashckpt.core.schema import HEAD_BYTES, TensorFigures, decode_manifest_header
 from flashckpt.core.shard import Shard, place
 from flashckpt.core.snapshot_id import SnapshotId

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.native_rows import at, every_level, rows
 
-from flashckpt.core.digest import CHUNK_BYTES
+from flashckpt.core.records import CHUNK_BYTES
 from flashckpt.native import copy_and_digest
 from flashckpt.native.descriptors import FIGURES, KINDS, DescriptorError, largest
 

@@ -16,8 +16,8 @@ from torch import nn
 from unit.planning.test_directory import box, manifest
 
 from flashckpt import Checkpointer, collectives
-from flashckpt.core.digest import mark_of
 from flashckpt.core.lineage import Generation
+from flashckpt.core.records import mark_of
 from flashckpt.core.shard import Shard
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.core.snapshot_id import SnapshotId

@@ -15,7 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from flashckpt import faults
-from flashckpt.core.digest import CHUNK_BYTES, chunk_digests
+from flashckpt.core.records import CHUNK_BYTES, chunk_digests
 from flashckpt.native import UnusableMemoryError, copy_and_digest
 from flashckpt.native.descriptors import FIGURES
 from flashckpt.snapshot import runs
