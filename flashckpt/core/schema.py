@@ -350,13 +350,16 @@ class TensorFigures(NamedTuple):
 
     def packed(self) -> dict[str, Any]:
         """Return them as msgpack types."""
-        largest, norm = (np.ascontiguousarray(one, "<f4").tobytes() for one in (self.largest, self.norm))
-        return {"largest": largest, "norm": norm, "suspect": np.flatnonzero(self.suspect).tolist()}
+        return {
+            "largest": np.ascontiguousarray(self.largest, "<f4").tobytes(),
+            "norm": np.ascontiguousarray(self.norm, "<f4").tobytes(),
+            "suspect": np.flatnonzero(self.suspect).tolist(),
+        }
 
 
 def figures_from(packed: dict[Any, Any], rows: int) -> TensorFigures:
     """Return what `TensorFigures.packed` gave; ValueError, TypeError or KeyError where it does not fit so many rows."""
-    largest, norm = (np.frombuffer(packed[name], "<f4") for name in ("largest", "norm"))
+    largest, norm = np.frombuffer(packed["largest"], "<f4"), np.frombuffer(packed["norm"], "<f4")
     suspect = np.zeros(rows, np.bool_)
     if not len(largest) == len(norm) == rows:
         raise ValueError(f"figures of {len(largest)} and {len(norm)} rows for {rows}")

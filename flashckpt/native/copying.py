@@ -222,8 +222,9 @@ class SharedCopy:
     def _native(self, *, check: bool) -> tuple[Any, ...]:
         rows, digests = self._rows, self._digests
         at = (rows.ctypes.data, len(rows), self._first.ctypes.data, digests.ctypes.data, len(digests))
-        noted = (0, 0) if self._noted is None else tuple(array.ctypes.data for array in self._noted)
-        return (NATIVE.index(self._level), *at, self._next.ctypes.data, *noted, check)
+        noted = self._noted
+        kinds, figures = (0, 0) if noted is None else (noted.kinds.ctypes.data, noted.figures.ctypes.data)
+        return (NATIVE.index(self._level), *at, self._next.ctypes.data, kinds, figures, check)
 
     def _run_python(self, *, check: bool) -> Refusal:
         self._is_refused = True  # unless the check comes to its end

@@ -167,8 +167,9 @@ def prepare(attempt: Attempt, sources: CandidateSources, *, exact: bool, named_b
             required = replace(required, unnamed=(*required.unnamed, *lost))
     with attempt.phases("plan"):
         sources = _brought(sources, required)
-        tables = [source.manifest.table for source in sources.all]
-        plan = plan_reads(required.wanted, tables, names=[source.name for source in sources.all])
+        every = sources.all
+        tables = [source.manifest.table for source in every]
+        plan = plan_reads(required.wanted, tables, names=[source.name for source in every])
     with attempt.phases("names"):
         comparison = votes.compare_names(attempt.live, names, manifests, required, only)
         has_all_values = bool(sources.storage) or (attempt.candidate.is_common and not attempt.may_ask)

@@ -151,7 +151,6 @@ class _Pieces:
 
     def __init__(self, box_sets: Sequence[BoxSet]) -> None:
         boxes = [(one.dtype, box) for one in box_sets for box in one.boxes]
-        shards = [shard_of("", dtype, box) for dtype, box in boxes]
         self.boxes = [box for _, box in boxes]
         self.counts = np.array([len(one.boxes) for one in box_sets], np.int64)
         self.starts = np.cumsum(self.counts) - self.counts
@@ -159,7 +158,7 @@ class _Pieces:
         self.nbytes = np.array([math.prod(box.lengths) * ITEMSIZE[dtype] for dtype, box in boxes], np.int64)
         self.ndim = np.array([len(box.lengths) for box in self.boxes], np.uint8)
         self.replica = np.array([box.replica for box in self.boxes], np.int32)
-        self.hashed = [hashed_part(shard) for shard in shards]
+        self.hashed = [hashed_part(shard_of("", dtype, box)) for dtype, box in boxes]
 
     def dims(self, rows: Ints) -> dict[str, Ints]:
         """Return shapes, offsets and lengths of the boxes of `rows`, the numbers of one row behind those of another."""

@@ -107,15 +107,11 @@ def _real_path(text: str) -> str:
             text, "names an unknown user", path.partition("/")[0], remedy=f"a directory of that name is './{path[:80]}'"
         )
     path = os.path.realpath(path)
-    sizes = [len(os.fsencode(name)) for name in path.split("/")]
-    if max(sizes) > MAX_NAME_BYTES:
-        raise _refused(
-            text, "has a name that is too long", f"{max(sizes)} bytes", expected="at most 255 bytes per name"
-        )
-    if len(os.fsencode(path)) > MAX_PATH_BYTES:
-        raise _refused(
-            text, "is too long", f"{len(os.fsencode(path))} bytes", expected=f"at most {MAX_PATH_BYTES} bytes"
-        )
+    encoded = os.fsencode(path)
+    if (longest := max(map(len, encoded.split(b"/")))) > MAX_NAME_BYTES:
+        raise _refused(text, "has a name that is too long", f"{longest} bytes", expected="at most 255 bytes per name")
+    if len(encoded) > MAX_PATH_BYTES:
+        raise _refused(text, "is too long", f"{len(encoded)} bytes", expected=f"at most {MAX_PATH_BYTES} bytes")
     return path
 
 
