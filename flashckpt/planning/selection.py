@@ -156,7 +156,7 @@ class Candidates:
     """What may be restored, in the order in which it is tried, and the number of the generation that begins.
 
     Attributes:
-        found: The candidates; `core.lineage.by_preference` says which goes first.
+        found: The candidates; `inventory.by_preference` says which goes first.
         next_generation: Number to claim: 1 + the largest seen anywhere.
         lineage: Every generation known, for `is_rolled_back`.
         lost: Number and mark of generations in memory whose number belongs to another one: nothing of theirs counts.
