@@ -27,10 +27,10 @@ from torch import nn
 from flashckpt import Checkpointer
 from flashckpt.bench.measure import LoadWatch, Summary, document, summarise, write_json
 from flashckpt.bench.table import about
-from flashckpt.core.digest import CHUNK_BYTES
+from flashckpt.core.records import CHUNK_BYTES
 from flashckpt.native import LEVEL_VARIABLE, copy_and_digest, levels
-from flashckpt.native import numbers as numbers_module
-from flashckpt.native.numbers import FIGURES, KINDS
+from flashckpt.native import descriptors as numbers_module
+from flashckpt.native.descriptors import FIGURES, KINDS
 
 CASES = ("float32:300:0.5", "bfloat16:300:0.5", "float32:300:1", "bfloat16:300:1", "float32:20000:0.25")
 SIDES = ("without", "with")

@@ -23,7 +23,7 @@ import xxhash
 
 from flashckpt.bench.measure import LoadWatch, TimedRun, document, interleave, summarise, write_json
 from flashckpt.bench.table import about
-from flashckpt.core.digest import CHUNK_BYTES
+from flashckpt.core.records import CHUNK_BYTES
 from flashckpt.native import copy_and_digest, implementation, levels
 
 GIB = 1 << 30

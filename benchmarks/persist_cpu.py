@@ -25,8 +25,8 @@ import numpy as np
 
 from flashckpt.bench.measure import LoadWatch, document, write_json
 from flashckpt.checkpoint.writer import write_packs
-from flashckpt.core.digest import CHUNK_BYTES, chunk_digests
 from flashckpt.core.manifest import Manifest, encode_manifest
+from flashckpt.core.records import CHUNK_BYTES, chunk_digests
 from flashckpt.core.shard import Shard, layout_hash, place
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.core.snapshot_id import SnapshotId, SnapshotRequest

@@ -26,8 +26,8 @@ from flashckpt.bench.worker import serve
 from flashckpt.checkpoint.catalog import read_manifest
 from flashckpt.checkpoint.root_records import prefix_of
 from flashckpt.checkpoint.writer import PersistOptions, commit, persist_slot
-from flashckpt.core.digest import chunk_digests
 from flashckpt.core.manifest import Manifest, ShardTable, encode_manifest
+from flashckpt.core.records import chunk_digests
 from flashckpt.core.shard import Shard, layout_hash, place
 from flashckpt.core.snapshot_id import SnapshotId, SnapshotRequest
 from flashckpt.restore.executor import Target, execute_reads

@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from flashckpt.core.digest import CHUNK_BYTES
 from flashckpt.core.manifest import Manifest, decode_manifest, encode_manifest
+from flashckpt.core.records import CHUNK_BYTES
 from flashckpt.core.shard import Shard
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.planning.read_plan import plan_reads

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from flashckpt.logs import guarded
+from flashckpt.report import guarded
 
 _PORTABLE = 1  # cudaHostRegisterPortable
 _log = guarded(logging.getLogger("flashckpt"))

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from flashckpt.logs import guarded
+from flashckpt.report import guarded
 
 PAUSE_S = 0.2
 """Seconds without accepting after the system has refused a descriptor or a thread."""

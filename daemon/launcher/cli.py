@@ -27,8 +27,8 @@ from flashckpt.daemon.zygote import server
 from flashckpt.daemon.zygote.rehearse import check_target
 from flashckpt.environment import env
 from flashckpt.errors import RESUME_EXIT_CODE, ConfigError, FlashckptError
-from flashckpt.logs import PrintableFormatter
 from flashckpt.nonfatal import log_stream, report_lost
+from flashckpt.report import PrintableFormatter
 from flashckpt.streams import fill_closed
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from contextvars import ContextVar
 from pathlib import Path
 
 from flashckpt.errors import FlashckptError
-from flashckpt.logs import PrintableFormatter
 from flashckpt.nonfatal import Nonfatal, log_stream
+from flashckpt.report import PrintableFormatter
 from flashckpt.shm.private import open_file, private_directory
 
 _where: ContextVar[tuple[tuple[str, int], ...]] = ContextVar("flashckpt_where", default=())

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 
 from flashckpt.checkpoint.catalog import newest_checkpoint
 from flashckpt.checkpoint.commit_lease import LeaseObjects
-from flashckpt.checkpoint.generations import ReplacedRoot, check_fence, claimed_token, read_generations
 from flashckpt.checkpoint.indexes import missing_writers
 from flashckpt.checkpoint.intents import (
     Proposals,
@@ -27,10 +26,16 @@ from flashckpt.checkpoint.intents import (
     read_intents,
 )
 from flashckpt.checkpoint.retention import Policy
-from flashckpt.checkpoint.root_records import MANIFEST, prefix_of
+from flashckpt.checkpoint.root_records import (
+    MANIFEST,
+    ReplacedRoot,
+    check_fence,
+    claimed_token,
+    prefix_of,
+    read_generations,
+)
 from flashckpt.checkpoint.writer import PersistOptions, commit
 from flashckpt.core.intent import Intent, NodeMessage
-from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.machine.logs import log_context
 from flashckpt.daemon.persister import protocol as p
@@ -40,6 +45,7 @@ from flashckpt.daemon.persister.negotiation import Negotiation
 from flashckpt.daemon.persister.protocol import Action, Event, Outcome
 from flashckpt.daemon.persister.seeker import Seeker
 from flashckpt.errors import FencedError
+from flashckpt.planning.inventory import Generation
 from flashckpt.shm.acks import GroupAcks
 from flashckpt.shm.inventory import NodeInventory, pin_all, release
 from flashckpt.shm.job_directory import JobConfig

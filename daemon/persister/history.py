@@ -18,7 +18,6 @@ from statistics import median_low
 from typing import Any, NamedTuple
 
 from flashckpt import __version__
-from flashckpt.checkpoint.generations import newest_claim, owns_generation
 from flashckpt.checkpoint.history import (
     ENDED,
     RANKS,
@@ -32,11 +31,12 @@ from flashckpt.checkpoint.history import (
     write_session,
 )
 from flashckpt.checkpoint.incidents import forget_oldest_incidents, put_incident
+from flashckpt.checkpoint.root_records import newest_claim, owns_generation
 from flashckpt.checkpoint.series import COURSE, Points, added, read_series, write_series
-from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister.metrics import class_of
 from flashckpt.errors import DamagedError, FlashckptError
+from flashckpt.planning.inventory import Generation
 from flashckpt.shm import incident_files, logged_values, rank_table
 from flashckpt.shm.control import PHASES, RESTORED_FROM, ControlRow, ControlView
 from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory

@@ -21,7 +21,6 @@ from pathlib import Path
 from types import FrameType
 
 from flashckpt.core.intent import NodeMessage
-from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.machine.logs import LogCopy, configure, log_context, turn_over
 from flashckpt.daemon.persister import metrics
@@ -41,13 +40,14 @@ from flashckpt.errors import (
     SharedMemoryError,
 )
 from flashckpt.native.guarding import kept_maps
+from flashckpt.planning.inventory import Generation
 from flashckpt.shm.acks import whole_job
 from flashckpt.shm.gc import take_away
 from flashckpt.shm.inventory import Identity, NodeInventory, scan
 from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory
 from flashckpt.shm.lease import Lease
 from flashckpt.shm.messages import MessageFiles
-from flashckpt.shm.persister_process import LOG_NAME
+from flashckpt.shm.node_processes import LOG_NAME
 from flashckpt.shm.private import private_directory, remove_file, remove_tree
 from flashckpt.storage.factory import open_store
 

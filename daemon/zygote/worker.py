@@ -30,7 +30,7 @@ from flashckpt.daemon.zygote.standby import note_late_variables
 from flashckpt.environment import env
 from flashckpt.errors import FlashckptError
 from flashckpt.nonfatal import NonfatalFile, nonfatal_text, report_lost
-from flashckpt.shm.agent_folder import agent_folder, write_permanent_error
+from flashckpt.shm.node_processes import agent_folder, write_permanent_error
 from flashckpt.shm.private import create_file
 
 STACKS_SIGNAL = signal.SIGRTMIN + 7
@@ -271,7 +271,7 @@ def _undisturbed(error: BaseException) -> BaseException:
 def _default_hook() -> bool:
     """Return whether the script left the exception hook alone; init_process_group sets one that adds the rank, and we do."""
     hook = sys.excepthook
-    usual = {"torch.distributed.distributed_c10d", "flashckpt.logs"}
+    usual = {"torch.distributed.distributed_c10d", "flashckpt.report"}
     return hook is sys.__excepthook__ or getattr(hook, "__module__", "") in usual
 
 

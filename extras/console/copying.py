@@ -11,11 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from flashckpt.checkpoint.catalog import newest_checkpoint, read_manifest_bytes, whole_manifest
-from flashckpt.checkpoint.generations import claim_generation, read_generations
 from flashckpt.checkpoint.merging import refuse_gaps
 from flashckpt.checkpoint.ranged_reads import with_values
 from flashckpt.checkpoint.retention import leased
-from flashckpt.checkpoint.root_records import LATEST, MANIFEST, TOMBSTONE, parse_prefix
+from flashckpt.checkpoint.root_records import (
+    LATEST,
+    MANIFEST,
+    TOMBSTONE,
+    claim_generation,
+    parse_prefix,
+    read_generations,
+)
 from flashckpt.checkpoint.spread_reads import copy_indexes
 from flashckpt.cli.verify import Span, requests_of
 from flashckpt.core.manifest import Manifest

@@ -24,8 +24,7 @@ from flashckpt.cli.common import (
 from flashckpt.cli.progress import progress
 from flashckpt.console.copying import copy_checkpoint
 from flashckpt.errors import ConfigError
-from flashckpt.shm.job_id import root_url
-from flashckpt.storage.factory import is_process_local, open_store
+from flashckpt.storage.factory import is_process_local, open_store, root_url
 
 _STEP = re.compile(r"(?P<root>.+)@(?P<step>(step-)?[0-9]+(\.g[0-9]+)?)")
 

@@ -6,8 +6,8 @@ import click
 from rich.table import Table
 
 from flashckpt.checkpoint.catalog import CheckpointInfo, look_at, read_contents
-from flashckpt.checkpoint.generations import read_generations
 from flashckpt.checkpoint.retention import delete, kept_prefixes, leased_prefixes
+from flashckpt.checkpoint.root_records import read_generations
 from flashckpt.cli.common import (
     Command,
     age_of,
@@ -21,8 +21,8 @@ from flashckpt.cli.common import (
     root_options,
     show,
 )
-from flashckpt.core.lineage import is_rolled_back
 from flashckpt.errors import ConfigError, JobInUseError, NoCheckpointError
+from flashckpt.planning.inventory import is_rolled_back
 from flashckpt.storage.store import Store
 
 

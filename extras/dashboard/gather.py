@@ -22,9 +22,8 @@ from flashckpt.shm import logged_values
 from flashckpt.shm.control import CLOSED, PHASES, ControlRow, ControlView
 from flashckpt.shm.incident_files import incidents_in
 from flashckpt.shm.job_directory import JobDirectory, jobs_in_memory
-from flashckpt.shm.job_id import root_url
 from flashckpt.shm.rank_table import read_table
-from flashckpt.storage.factory import open_store
+from flashckpt.storage.factory import open_store, root_url
 from flashckpt.storage.store import Store
 
 MOST_CHECKPOINTS = 200

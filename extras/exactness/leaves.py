@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from flashckpt.core.digest import digest, digest_of
+from flashckpt.core.records import digest, digest_of
 from flashckpt.exactness.insides import contents, is_own, place_of
 from flashckpt.state import rng
 from flashckpt.state.data_sources import begins_when_read, keeps_state

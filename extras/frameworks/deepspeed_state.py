@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flashckpt.core.digest import digest
+from flashckpt.core.records import digest
 from flashckpt.errors import ConfigError, UnsupportedStateError
 from flashckpt.integrations.deepspeed_fragments import Fragment, all_ranks, fragments_of, share_of_partitioned
 from flashckpt.state.parts import TensorPart, cut

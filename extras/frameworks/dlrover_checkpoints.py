@@ -11,7 +11,7 @@ import torch
 
 from flashckpt import Checkpointer
 from flashckpt.errors import ConfigError
-from flashckpt.logs import guarded
+from flashckpt.report import guarded
 
 _log = guarded(logging.getLogger("flashckpt"))
 

@@ -28,7 +28,7 @@ from flashckpt import Checkpointer
 from flashckpt.errors import ConfigError
 from flashckpt.integrations.lightning_io import FlashCheckpointIO
 from flashckpt.integrations.step_batches import StepBatches, same_but_order
-from flashckpt.logs import guarded
+from flashckpt.report import guarded
 from flashckpt.sampler import ElasticSampler
 from flashckpt.state import rng
 

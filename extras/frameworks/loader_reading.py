@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flashckpt.core.digest import digest_of
+from flashckpt.core.records import digest_of
 from flashckpt.errors import FlashckptError, SamplerStateError
 from flashckpt.integrations.loader_sources import BEGIN_AGAIN, BatchSource, packed, unpacked
 from flashckpt.printable import printable

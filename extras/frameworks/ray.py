@@ -16,7 +16,7 @@ from ray.train import get_context
 from flashckpt import Checkpointer
 from flashckpt.environment import env
 from flashckpt.errors import ConfigError
-from flashckpt.shm.job_id import job_id_of_root, scheme_of
+from flashckpt.storage.factory import job_id_of_root, scheme_of
 
 
 def checkpointer(root: str | os.PathLike[str], **options: Any) -> Checkpointer:

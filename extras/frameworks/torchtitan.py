@@ -25,7 +25,7 @@ from flashckpt import Checkpointer
 from flashckpt.environment import env
 from flashckpt.errors import ConfigError, SamplerStateError
 from flashckpt.integrations.shared import OneForAllRanks
-from flashckpt.logs import guarded
+from flashckpt.report import guarded
 from flashckpt.state import rng
 from flashckpt.state.data_sources import PAGE, continuation_of
 

@@ -15,21 +15,20 @@ import numpy as np
 
 from flashckpt import collectives
 from flashckpt.collectives import HostGroup
-from flashckpt.core.lineage import BEGINNING
 from flashckpt.core.settings import Settings
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.environment import Environment, env
 from flashckpt.errors import FlashckptError
-from flashckpt.logs import notice
-from flashckpt.planning.inventory import Inventory, host_names, local_world, node_names
+from flashckpt.planning.inventory import BEGINNING, Inventory, host_names, local_world, node_names
 from flashckpt.planning.peer_index import owner_of
 from flashckpt.replicate import records
 from flashckpt.replicate.partners import partner_map, senders_to
 from flashckpt.replicate.records import ReplicaRows, ReplicaSession
 from flashckpt.replicate.replica_rows import Keys, Masks, ReplicaMap, replica_bytes, row_keys, rows_for
 from flashckpt.replicate.slots import REPLICA_SLOTS
+from flashckpt.report import notice
 from flashckpt.restore.coordinator import RestoreOutcome
-from flashckpt.shm import job_records
+from flashckpt.shm import private
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.job_key import link_key, ranks_key
 
@@ -180,7 +179,9 @@ class Partnering:
             outcome: The restore's outcome; it names the generation.
         """
         record, is_first = outcome.record, self.mates[0] == self.rank
-        job_records.write(records.rows_path(directory, self.rank), ReplicaRows.of(record.number, self.keys, self.masks))
+        private.write_record(
+            records.rows_path(directory, self.rank), ReplicaRows.of(record.number, self.keys, self.masks)
+        )
         port = _listening_port(directory, self.address) if is_first else 0
         ports = collectives.all_gather(port)
         nodes = range(len(self.addresses))
@@ -210,7 +211,7 @@ class Partnering:
             secret={"key": self.secret},
             hosts=tuple(self.hosts),
         )
-        job_records.write(records.session_path(directory), session)
+        private.write_record(records.session_path(directory), session)
         directory.notify(self.rank)
 
 

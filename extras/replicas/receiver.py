@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from flashckpt.acceptor import Acceptor
-from flashckpt.core.digest import CHUNK_BYTES
+from flashckpt.core.records import CHUNK_BYTES
 from flashckpt.errors import FlashckptError
 from flashckpt.faults import crash_point
 from flashckpt.peer_link import PeerLink

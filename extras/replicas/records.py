@@ -12,7 +12,7 @@ import numpy as np
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.replicate.partners import partner_map
 from flashckpt.replicate.replica_rows import Keys, Masks
-from flashckpt.shm import job_records
+from flashckpt.shm import private
 from flashckpt.shm.job_directory import JobDirectory
 
 
@@ -127,14 +127,14 @@ def rows_path(directory: JobDirectory, rank: int) -> Path:
 
 def read_endpoint(directory: JobDirectory) -> NodeEndpoint | None:
     """Return where the persister listens; None where it has not said so. Raises DamagedError."""
-    return job_records.read(endpoint_path(directory), NodeEndpoint)
+    return private.read_record(endpoint_path(directory), NodeEndpoint)
 
 
 def read_session(directory: JobDirectory) -> ReplicaSession | None:
     """Return the session; None where there is none. Raises DamagedError."""
-    return job_records.read(session_path(directory), ReplicaSession)
+    return private.read_record(session_path(directory), ReplicaSession)
 
 
 def read_rows(directory: JobDirectory, rank: int) -> ReplicaRows | None:
     """Return the rows of a rank; None where there are none. Raises DamagedError."""
-    return job_records.read(rows_path(directory, rank), ReplicaRows)
+    return private.read_record(rows_path(directory, rank), ReplicaRows)

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from flashckpt.core.digest import digest
 from flashckpt.core.manifest import Manifest
+from flashckpt.core.records import digest
 from flashckpt.core.shard import place_sizes
 from flashckpt.core.shard_table import ShardTable, chunk_counts, ranges
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from flashckpt.core.digest import CHUNK_BYTES
 from flashckpt.core.manifest import Manifest, encode_manifest
+from flashckpt.core.records import CHUNK_BYTES
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.environment import env
 from flashckpt.errors import FlashckptError

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.environment import env
+from flashckpt.planning.inventory import Generation
 from flashckpt.replicate import records
 from flashckpt.replicate.receiver import Listener
 from flashckpt.replicate.records import NodeEndpoint, ReplicaRows, ReplicaSession
@@ -28,11 +28,11 @@ from flashckpt.replicate.round_memory import PartnerView, RoundMemory
 from flashckpt.replicate.rounds import HeardReports, RoundsReporter
 from flashckpt.replicate.sender import ReplicaTarget, Sender
 from flashckpt.replicate.slots import Kept, ReplicaSlots
-from flashckpt.shm import job_records
+from flashckpt.shm import private
 from flashckpt.shm.inventory import NodeInventory, pin, release
 from flashckpt.shm.job_directory import JobConfig, JobDirectory
-from flashckpt.shm.job_id import root_digest
 from flashckpt.shm.segment import Pin
+from flashckpt.storage.factory import root_digest
 
 _log = logging.getLogger(__name__)
 
@@ -211,7 +211,7 @@ class ReplicationService:
         except OSError as error:
             found = NodeEndpoint(address=wanted, pid=os.getpid(), problem=str(error))
             _log.error("cannot accept replicas: cannot listen on %s: %s", wanted, error)
-        job_records.write(records.endpoint_path(self._directory), found)
+        private.write_record(records.endpoint_path(self._directory), found)
 
     def _begin(self, session: ReplicaSession | None, record: Generation) -> None:
         """End what is under way for the last session, and begin another one."""

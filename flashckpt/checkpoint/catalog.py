@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from flashckpt.checkpoint.generations import read_generations
 from flashckpt.checkpoint.ranged_reads import with_values
 from flashckpt.checkpoint.root_records import (
     MANIFEST,
@@ -26,13 +25,13 @@ from flashckpt.checkpoint.root_records import (
     parallel,
     parse_prefix,
     prefix_of,
+    read_generations,
     read_names,
 )
 from flashckpt.checkpoint.spread_reads import each_entry, read_rows
 from flashckpt.checkpoint.writer import read_start
-from flashckpt.core.lineage import Generation, is_rolled_back
 from flashckpt.core.manifest import Manifest, decode_manifest, header_of
-from flashckpt.core.manifest_header import ManifestHeader, decode_manifest_header
+from flashckpt.core.schema import ManifestHeader, decode_manifest_header
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.core.spread import Spread, decode_spread, is_spread
 from flashckpt.errors import (
@@ -43,6 +42,7 @@ from flashckpt.errors import (
     ObjectMissingError,
     may_pass,
 )
+from flashckpt.planning.inventory import Generation, is_rolled_back
 from flashckpt.planning.selection import RootSummary
 from flashckpt.storage.factory import open_in_rank
 from flashckpt.storage.store import Store

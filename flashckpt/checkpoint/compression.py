@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import zstandard
 
-from flashckpt.core.digest import CHUNK_BYTES, digest
+from flashckpt.core.records import CHUNK_BYTES, digest
 from flashckpt.core.settings import compression_level
 from flashckpt.core.shard import ITEMSIZE, SMALL_BYTES
 from flashckpt.core.shard_table import ShardTable

@@ -27,7 +27,6 @@ from flashckpt.checkpoint.catalog import (
     read_manifest,
     verify_manifest,
 )
-from flashckpt.checkpoint.generations import newest_claim, read_generations
 from flashckpt.checkpoint.root_records import (
     MANIFEST,
     TOMBSTONE,
@@ -35,9 +34,10 @@ from flashckpt.checkpoint.root_records import (
     RootNames,
     add_entries,
     encode_entry,
+    newest_claim,
     parallel,
+    read_generations,
 )
-from flashckpt.core.lineage import is_rolled_back
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.records import is_sealed, pack, seal, unpack, unseal
 from flashckpt.core.snapshot_id import SnapshotId
@@ -50,6 +50,7 @@ from flashckpt.errors import (
     StoreError,
 )
 from flashckpt.faults import crash_point
+from flashckpt.planning.inventory import is_rolled_back
 from flashckpt.storage.store import ObjectInfo, Objects, Store
 
 _log = logging.getLogger(__name__)

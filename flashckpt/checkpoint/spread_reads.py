@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from flashckpt.checkpoint.root_records import IN_FLIGHT, parallel
-from flashckpt.core.figures import TensorFigures, stacked
 from flashckpt.core.manifest import Manifest, decode_manifest, merge
+from flashckpt.core.schema import TensorFigures, stacked
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.core.spread import IndexEntry, Spread
 from flashckpt.core.values import NO_RANGES

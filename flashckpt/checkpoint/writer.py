@@ -33,9 +33,9 @@ from flashckpt.checkpoint.compression import (
 from flashckpt.checkpoint.indexes import check_packs, needed_bytes, put_indexes
 from flashckpt.checkpoint.merging import encoded_manifest
 from flashckpt.checkpoint.root_records import LATEST, MANIFEST, TOMBSTONE
-from flashckpt.core.digest import CHUNK_BYTES
 from flashckpt.core.manifest import Manifest, decode_manifest
-from flashckpt.core.manifest_header import HEAD_BYTES, decode_manifest_header
+from flashckpt.core.records import CHUNK_BYTES
+from flashckpt.core.schema import HEAD_BYTES, decode_manifest_header
 from flashckpt.errors import (
     DamagedError,
     FencedError,

@@ -15,17 +15,16 @@ from click.shell_completion import CompletionItem
 
 from flashckpt.checkpoint.catalog import CheckpointInfo, list_checkpoints
 from flashckpt.checkpoint.choice import choose_checkpoint
-from flashckpt.checkpoint.generations import read_generations
 from flashckpt.checkpoint.marks import NAME, names_of
+from flashckpt.checkpoint.root_records import read_generations
 from flashckpt.cli.output import FittingTable, OutputConsole
-from flashckpt.core.lineage import is_rolled_back
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import ConfigError, FlashckptError, NoCheckpointError
+from flashckpt.planning.inventory import is_rolled_back
 from flashckpt.printable import printable, to_json
 from flashckpt.shm.job_directory import JobDirectory, jobs_in_memory
-from flashckpt.shm.job_id import root_url
 from flashckpt.shm.private import Skipped
-from flashckpt.storage.factory import is_process_local, open_store
+from flashckpt.storage.factory import is_process_local, open_store, root_url
 from flashckpt.storage.store import Store
 
 Function = TypeVar("Function", bound=Callable[..., Any])

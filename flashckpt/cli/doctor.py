@@ -26,7 +26,7 @@ from flashckpt.environment import env
 from flashckpt.errors import ConfigError, FlashckptError
 from flashckpt.native import implementation
 from flashckpt.printable import printable
-from flashckpt.shm.capacity import capacities
+from flashckpt.shm.block import capacities
 from flashckpt.storage.factory import is_process_local, open_store
 from flashckpt.storage.store import Store
 

@@ -20,7 +20,7 @@ from flashckpt.cli.common import (
 from flashckpt.errors import ConfigError, JobInUseError
 from flashckpt.shm.gc import DeadMemory, dead_memory, remove
 from flashckpt.shm.job_directory import JobDirectory
-from flashckpt.shm.job_id import job_id
+from flashckpt.storage.factory import job_id
 
 
 @click.command(cls=Command)

@@ -24,13 +24,13 @@ from flashckpt.core.records import pack
 from flashckpt.errors import FlashckptError, PersistError
 from flashckpt.native import IMPLEMENTATIONS, implementation
 from flashckpt.printable import printable
-from flashckpt.shm.capacity import huge_pages
+from flashckpt.shm.block import huge_pages
 from flashckpt.shm.control import ControlRow, ControlView
 from flashckpt.shm.incident_files import incidents_in
 from flashckpt.shm.inventory import scan
 from flashckpt.shm.job_directory import LEFT_OUT, JobDirectory, jobs_in_memory, memory_root
-from flashckpt.shm.job_id import root_url
 from flashckpt.shm.segment import Segment
+from flashckpt.storage.factory import root_url
 
 
 @click.command(cls=Command)

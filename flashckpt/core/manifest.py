@@ -16,9 +16,8 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from flashckpt.core.digest import CHUNK_BYTES, NAME, digest_of
-from flashckpt.core.figures import TensorFigures, figures_from, stacked
-from flashckpt.core.manifest_header import (
+from flashckpt.core.records import CHUNK_BYTES, NAME, digest_of, integer, snapshot_id, text
+from flashckpt.core.schema import (
     HEADER,
     KEY,
     MAGIC,
@@ -28,13 +27,17 @@ from flashckpt.core.manifest_header import (
     MINOR_WITH_SUMMARY,
     PREFIX,
     ManifestHeader,
+    TensorFigures,
     broken_schema,
+    check_objects,
+    check_rows,
+    cut_tensors_with_gaps,
     damaged,
     encode_manifest_header,
+    figures_from,
     read_frame,
+    stacked,
 )
-from flashckpt.core.records import integer, snapshot_id, text
-from flashckpt.core.schema import check_objects, check_rows, cut_tensors_with_gaps
 from flashckpt.core.shard_table import ShardTable, columns_of, table_from_columns
 from flashckpt.core.snapshot_id import SnapshotId, SnapshotRequest
 from flashckpt.core.values import NO_RANGES, RangedValues, concatenate, pack_values, packed, ranged_from, unpack_values

@@ -1,20 +1,31 @@
-"""Whether the rows of a manifest agree with each other: one check for slot, index and MANIFEST. Pure, numpy only.
+"""What a manifest consists of besides its tables: its first bytes, rows that agree with each other, and their figures. Pure.
 
-A digest proves that the bytes are those that were written, not that they make sense. Every reader relies on these
-checks: that a row has as many bytes as its box, shares none with another row, and has its digests.
+One check of the rows serves slot, index and MANIFEST. A digest proves that the bytes are those that were written, not that
+they make sense: every reader relies on a row having as many bytes as its box, sharing none with another, having its digests.
+
+The summary of a MANIFEST answers what a listing asks without the whole of it, which may have 100 MB. It proves itself, not
+what follows: whoever uses a checkpoint reads its MANIFEST whole and verifies that digest.
+
+Figures are optional: a manifest of an earlier release has none, and an earlier release leaves them out.
 """
 
 from __future__ import annotations
 
 import itertools
+import struct
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
 
+import msgpack
 import numpy as np
 import numpy.typing as npt
 
+from flashckpt.core.records import digest, pack, unpack
 from flashckpt.core.shard import ITEMSIZE
 from flashckpt.core.shard_table import ShardTable, chunk_counts, first_chunks
+from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.errors import DamagedError, FormatVersionError
 
 Ints = npt.NDArray[np.int64]
 _MOST_BYTES = 1 << 62
@@ -178,3 +189,190 @@ def _covered(starts: Ints, ends: Ints, shape: tuple[int, ...]) -> bool:
         if not _covered(starts[inside, 1:], ends[inside, 1:], shape[1:]):
             return False
     return True
+
+
+# -- The first bytes of a manifest: its frame, and in a MANIFEST a summary with its own digest ---------------------
+
+
+MAGIC = b"FCKMANIF"
+MAJOR, MAJOR_WITH_RANGES, MAJOR_WITH_INDEXES = 1, 2, 3
+MINOR, MINOR_WITH_SUMMARY = 0, 1
+HEADER = struct.Struct("<8sHHIQQ")  # magic, major, minor, zero, body bytes, digest of the 24 bytes before and the body
+PREFIX = struct.Struct("<8sHHIQ")
+HEAD_BYTES = 4096
+"""Bytes that hold frame and summary whatever is in them: a job id has at most 256."""
+KEY = "summary"
+_DIGEST = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ManifestHeader:
+    """What a MANIFEST says of itself at its start.
+
+    Attributes:
+        job: Job id.
+        generation, step: Identity.
+        parent: (generation, step) its generation was restored from.
+        world_size: Ranks of the worker group.
+        writers: How many ranks wrote packs or values.
+        tensors: Number of global tensors.
+        nbytes: Bytes of tensors, each counted once.
+        suspects: Tensors with numbers that are not finite, and were before; not there where it is 0.
+    """
+
+    job: str
+    generation: int
+    step: int
+    parent: SnapshotId | None
+    world_size: int
+    writers: int
+    tensors: int
+    nbytes: int
+    suspects: int = 0
+
+
+def encode_manifest_header(summary: ManifestHeader) -> bytes:
+    """Return the value of the first key of a MANIFEST: u64 digest and msgpack map."""
+    packed: bytes = msgpack.packb(pack(summary, leave_out=() if summary.suspects else ("suspects",)))
+    return _DIGEST.pack(digest(packed)) + packed
+
+
+def read_frame(raw: memoryview, majors: Sequence[int] = (MAJOR, MAJOR_WITH_RANGES)) -> tuple[int, int]:
+    """Return (bytes of the body, digest) that a manifest's frame names.
+
+    Args:
+        raw: Its first bytes.
+        majors: The versions that the caller reads.
+
+    Raises:
+        DamagedError: Not a manifest.
+        FormatVersionError: Written by another major version.
+    """
+    if len(raw) < HEADER.size or raw[:8] != MAGIC:
+        damaged(f"{len(raw)} bytes starting {bytes(raw[:8])!r}", f"at least {HEADER.size} bytes starting {MAGIC!r}")
+    _, major, minor, _, body_bytes, expected = HEADER.unpack_from(raw)
+    if major not in majors:
+        raise FormatVersionError(
+            "a manifest was written in a format this program does not read",
+            found=f"format version {major}.{minor}",
+            expected=f"format version {' or '.join(f'{one}.x' for one in majors)}",
+            state="Nothing was restored.",
+            remedy="use the flashckpt release that wrote it, or a newer one",
+        )
+    return body_bytes, expected
+
+
+def decode_manifest_header(start: Any, object_bytes: int) -> ManifestHeader | None:
+    """Return the summary in the first HEAD_BYTES of a MANIFEST; None where it has none (format 1.0).
+
+    Args:
+        start: The first bytes of the object, all of it where it is smaller.
+        object_bytes: Its size, compared with what the frame names.
+
+    Raises:
+        DamagedError: Not a MANIFEST, truncated, or the summary's digest does not hold.
+        FormatVersionError: Written by another major version.
+    """
+    raw = memoryview(start).cast("B")
+    body_bytes, _ = read_frame(raw, (MAJOR, MAJOR_WITH_RANGES, MAJOR_WITH_INDEXES))
+    if object_bytes != HEADER.size + body_bytes:
+        damaged(f"{object_bytes} bytes", f"{HEADER.size + body_bytes} bytes")
+    unpacker = msgpack.Unpacker(strict_map_key=False)
+    unpacker.feed(raw[HEADER.size :])
+    try:
+        if not unpacker.read_map_header() or unpacker.unpack() != KEY:
+            return None
+        packed = unpacker.unpack()
+        (expected,) = _DIGEST.unpack_from(packed)
+        if (found := digest(packed[_DIGEST.size :])) != expected:
+            damaged(f"digest {found:016x} of its summary", f"digest {expected:016x}")
+        return _summary_from(msgpack.unpackb(packed[_DIGEST.size :]))
+    except DamagedError:
+        raise
+    except (msgpack.UnpackException, KeyError, TypeError, ValueError, OverflowError, struct.error) as error:
+        broken_schema(error)
+
+
+def _summary_from(fields: Any) -> ManifestHeader:
+    if type(fields) is not dict:
+        raise TypeError("the summary is not a map")
+    return unpack(ManifestHeader, fields, partial=True)
+
+
+def damaged(found: str, expected: str) -> NoReturn:
+    """Raise the error of a manifest that is not what was written."""
+    raise DamagedError("a manifest is damaged", found=found, expected=expected, state="Nothing was restored.")
+
+
+def broken_schema(error: Exception) -> NoReturn:
+    """Raise the error of a manifest whose digest holds and whose contents cannot be."""
+    raise DamagedError(
+        "a manifest does not follow its schema",
+        found=f"{type(error).__name__}: {str(error)[:200]}",
+        state="Nothing was restored.",
+    ) from error
+
+
+# -- What the numbers of a snapshot are, per row: magnitude, norm, and whether they became non-finite --------------
+
+
+Floats = npt.NDArray[np.float32]
+
+
+class TensorFigures(NamedTuple):
+    """One entry per row of a table.
+
+    Attributes:
+        largest: The largest magnitude; infinity where some number is not finite, -1 where nothing is known.
+        norm: The square root of the sum of squares.
+        suspect: Whether it holds numbers that are not finite, and a tensor of that name did not before.
+    """
+
+    largest: Floats
+    norm: Floats
+    suspect: npt.NDArray[np.bool_]
+
+    @classmethod
+    def unknown(cls, rows: int) -> TensorFigures:
+        """Return those of rows of which nothing is known."""
+        return cls(np.full(rows, -1, np.float32), np.zeros(rows, np.float32), np.zeros(rows, np.bool_))
+
+    def sizes(self, wanted: Any = True) -> tuple[float, float]:
+        """Return the norm and the largest magnitude of all wanted rows of which both are known and finite; 0 where none is."""
+        at = (self.largest >= 0) & np.isfinite(self.largest) & np.isfinite(self.norm) & wanted
+        squares = np.square(self.norm[at], dtype=np.float64).sum()
+        return float(np.sqrt(squares)), float(self.largest[at].max(initial=0.0))
+
+    def take(self, rows: Any) -> TensorFigures:
+        """Return those of some rows."""
+        at = np.asarray(rows, np.int64)
+        return TensorFigures(self.largest[at], self.norm[at], self.suspect[at])
+
+    def packed(self) -> dict[str, Any]:
+        """Return them as msgpack types."""
+        return {
+            "largest": np.ascontiguousarray(self.largest, "<f4").tobytes(),
+            "norm": np.ascontiguousarray(self.norm, "<f4").tobytes(),
+            "suspect": np.flatnonzero(self.suspect).tolist(),
+        }
+
+
+def figures_from(packed: dict[Any, Any], rows: int) -> TensorFigures:
+    """Return what `TensorFigures.packed` gave; ValueError, TypeError or KeyError where it does not fit so many rows."""
+    largest, norm = np.frombuffer(packed["largest"], "<f4"), np.frombuffer(packed["norm"], "<f4")
+    suspect = np.zeros(rows, np.bool_)
+    if not len(largest) == len(norm) == rows:
+        raise ValueError(f"figures of {len(largest)} and {len(norm)} rows for {rows}")
+    listed = packed["suspect"]
+    if type(listed) is not list or not all(type(row) is int and 0 <= row < rows for row in listed):
+        raise ValueError("a suspect row is not one of the table")
+    suspect[listed] = True
+    return TensorFigures(largest, norm, suspect)
+
+
+def stacked(parts: Sequence[tuple[TensorFigures | None, int]]) -> TensorFigures | None:
+    """Return those of several tables one after another, each with its number of rows; None where no table has any."""
+    if all(figures is None for figures, _ in parts):
+        return None
+    found = [TensorFigures.unknown(rows) if figures is None else figures for figures, rows in parts]
+    return TensorFigures(*(np.concatenate(column) for column in zip(*found, strict=True)))

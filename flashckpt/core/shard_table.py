@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from flashckpt.core.digest import CHUNK_BYTES
+from flashckpt.core.records import CHUNK_BYTES
 from flashckpt.core.shard import ITEMSIZE, Shard
 
 _COLUMNS: dict[str, str] = {  # name on disk -> numpy type; little-endian, one entry per row

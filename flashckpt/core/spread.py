@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import msgpack
 import numpy as np
 
-from flashckpt.core.digest import digest_of
 from flashckpt.core.manifest import Manifest, body_of, fields_of, frame_of, head_from, header_of
-from flashckpt.core.manifest_header import (
+from flashckpt.core.outline import Outline, decode_outline, encode_outline
+from flashckpt.core.records import digest_of
+from flashckpt.core.schema import (
     KEY,
     MAGIC,
     MAJOR_WITH_INDEXES,
@@ -28,7 +29,6 @@ from flashckpt.core.manifest_header import (
     broken_schema,
     encode_manifest_header,
 )
-from flashckpt.core.outline import Outline, decode_outline, encode_outline
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.core.snapshot_id import SnapshotId
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgpack
 import numpy as np
 
-from flashckpt.core.digest import digest
+from flashckpt.core.records import digest
 from flashckpt.errors import DamagedError, UnsupportedStateError
 
 MAX_DEPTH = 64

@@ -72,7 +72,7 @@ def copy_and_digest(
 ) -> Digests:
     """Copy rows of memory and return their digests: the bytes are read once, and the GIL is not held.
 
-    Every chunk of 1 MiB of a row, counted from the row's start, gets the digest that `core.digest` gives it. It is taken
+    Every chunk of 1 MiB of a row, counted from the row's start, gets the digest that `core.records.digest` gives it. It is taken
     of the source, right behind the copy: a source that somebody writes meanwhile does not verify. All bytes are visible to
     other processes when this returns.
 
@@ -86,8 +86,8 @@ def copy_and_digest(
         check: Whether to compare the rows with this process's map of its memory, about half a millisecond per call. Leave
             it out only for memory that an earlier call has checked.
         level: What runs; None chooses the best one here, or what FLASHCKPT_COPY names.
-        kinds: uint8[n]: how the numbers of each row are read, of `numbers.KINDS`; 0 for a row without figures. None: no figures.
-        figures: `numbers.FIGURES` of the same length as `digests`, that figures go to.
+        kinds: uint8[n]: how the numbers of each row are read, of `descriptors.KINDS`; 0 for a row without figures. None: no figures.
+        figures: `descriptors.FIGURES` of the same length as `digests`, that figures go to.
 
     Returns:
         uint64[k]: `digests`, or the array made for None; empty without digests.
@@ -222,8 +222,9 @@ class SharedCopy:
     def _native(self, *, check: bool) -> tuple[Any, ...]:
         rows, digests = self._rows, self._digests
         at = (rows.ctypes.data, len(rows), self._first.ctypes.data, digests.ctypes.data, len(digests))
-        noted = (0, 0) if self._noted is None else tuple(array.ctypes.data for array in self._noted)
-        return (NATIVE.index(self._level), *at, self._next.ctypes.data, *noted, check)
+        noted = self._noted
+        kinds, figures = (0, 0) if noted is None else (noted.kinds.ctypes.data, noted.figures.ctypes.data)
+        return (NATIVE.index(self._level), *at, self._next.ctypes.data, kinds, figures, check)
 
     def _run_python(self, *, check: bool) -> Refusal:
         self._is_refused = True  # unless the check comes to its end

@@ -16,10 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from flashckpt.core.digest import CHUNK_BYTES
+from flashckpt.core.records import CHUNK_BYTES
 from flashckpt.native import descriptors as d
-from flashckpt.native.descriptors import Digests, Figures, Integers, Noted, Refusal
-from flashckpt.native.numbers import look
+from flashckpt.native.descriptors import Digests, Figures, Integers, Noted, Refusal, look
 
 PIECE_BYTES = 256 << 10
 """Bytes copied at a time ahead of their digest: they stay in the second-level cache."""

@@ -5,7 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* How the bytes of a row are read; NO_NUMBERS: not at all. KINDS in numbers.py has the same order. */
+/* How the bytes of a row are read; NO_NUMBERS: not at all. KINDS in descriptors.py has the same order. */
 enum kind { NO_NUMBERS, FLOAT64, FLOAT32, FLOAT16, BFLOAT16, E5M2, E4M3, E5M2_FNUZ, E4M3_FNUZ, KINDS };
 
 /* Of one chunk. `top`: the largest bit pattern without the sign, which orders magnitudes, with infinity and NaN behind

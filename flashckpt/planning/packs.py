@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flashckpt.core.digest import chunk_count
 from flashckpt.core.manifest import Manifest
+from flashckpt.core.records import chunk_count
 from flashckpt.core.shard_table import ShardTable
 
 PACK_BYTES = 256 << 20

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from flashckpt.core.digest import digest
 from flashckpt.core.manifest import Manifest
+from flashckpt.core.records import digest
 from flashckpt.core.shard import Shard, split_owner
 from flashckpt.core.shard_table import ShardTable, chunk_counts, ranges
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from flashckpt.core.digest import CHUNK_BYTES
+from flashckpt.core.records import CHUNK_BYTES
 from flashckpt.core.shard import ITEMSIZE, Box
 from flashckpt.core.shard_table import ShardTable, ranges
 from flashckpt.planning.box_match import SourceRow

@@ -6,26 +6,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from flashckpt.core.lineage import (
-    Generation,
-    SlotRecord,
-    by_preference,
-    common,
-    is_rolled_back,
-    partially_held,
-)
 from flashckpt.core.records import pack, unpack
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, DisagreementError, FlashckptError, NoCheckpointError, RootError, StoreError
 from flashckpt.planning.inventory import (
+    Generation,
     Inventory,
+    SlotRecord,
     bad_steps,
+    by_preference,
+    common,
     counting_marks,
     counts,
     host_names,
+    is_rolled_back,
     line_behind,
     marks_of,
     node_names,
+    partially_held,
 )
 
 # -- What a root holds of a job's checkpoints, as far as the choice of a restore point needs it --------------------
@@ -158,7 +156,7 @@ class Candidates:
     """What may be restored, in the order in which it is tried, and the number of the generation that begins.
 
     Attributes:
-        found: The candidates; `core.lineage.by_preference` says which goes first.
+        found: The candidates; `inventory.by_preference` says which goes first.
         next_generation: Number to claim: 1 + the largest seen anywhere.
         lineage: Every generation known, for `is_rolled_back`.
         lost: Number and mark of generations in memory whose number belongs to another one: nothing of theirs counts.

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from flashckpt.storage.store import Store, StoreType
 
 if TYPE_CHECKING:
-    from flashckpt.core.lineage import Generation
     from flashckpt.core.snapshot_id import SnapshotId
+    from flashckpt.planning.inventory import Generation
     from flashckpt.restore.coordinator import RestoreOutcome
     from flashckpt.shm.inventory import NodeInventory
     from flashckpt.shm.job_directory import JobConfig, JobDirectory
@@ -103,7 +103,7 @@ class PersisterExtension(Protocol):
         """Do what can be done now; what it raises is logged, and it is called again."""
 
     def report(self, trouble: str) -> tuple[Mapping[str, Any], Mapping[str, float]]:
-        """Return its fields of `flashckpt.shm.job_records.DaemonStatus`, and its numbers for the metrics.
+        """Return its fields of `flashckpt.shm.private.DaemonStatus`, and its numbers for the metrics.
 
         Args:
             trouble: What its last turn raised; "" where it raised nothing.

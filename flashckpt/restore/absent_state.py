@@ -25,12 +25,11 @@ from flashckpt.core.shard import Shard, split_owner
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError
-from flashckpt.restore.source_names import Kind, SourceNames
+from flashckpt.planning.read_plan import USUAL, Form, Kind, SourceNames
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Segment
 from flashckpt.state import optimizer_entries, optimizer_state
 from flashckpt.state.box_sets import first_alike
-from flashckpt.state.optimizer_entries import Form
 from flashckpt.state.placement import LocalBox, boxes_of
 from flashckpt.state.registry import StateRegistry
 
@@ -87,7 +86,7 @@ class AbsentBlock:
 
     def _make(self, key: AbsentKey) -> list[torch.Tensor]:
         shape, dtype = key.kind.global_shape, getattr(torch, key.kind.dtype)
-        is_plain = key.form == optimizer_entries.USUAL and type(self.params[0]) in _PLAIN
+        is_plain = key.form == USUAL and type(self.params[0]) in _PLAIN
         singly = self.params[:1] if is_plain else self.params
         made = [
             optimizer_entries.allocate(p, key.key, shape=shape, dtype=dtype, group=self.group, fqn=fqn, form=key.form)
@@ -283,9 +282,7 @@ def _key(param: torch.Tensor, key: str, fqns: Sequence[str], names: SourceNames)
     return key_of_kind(param, key, fqns, kind, names.form(fqns[0]))
 
 
-def key_of_kind(
-    param: torch.Tensor, key: str, fqns: Sequence[str], kind: Kind, form: Form = optimizer_entries.USUAL
-) -> AbsentKey:
+def key_of_kind(param: torch.Tensor, key: str, fqns: Sequence[str], kind: Kind, form: Form = USUAL) -> AbsentKey:
     """Return one key of state that parameters lack.
 
     Args:

@@ -14,17 +14,16 @@ from flashckpt.core.shard import split_owner
 from flashckpt.errors import FlashckptError, TensorMismatchError
 from flashckpt.planning.box_match import has_same_regions
 from flashckpt.planning.peer_index import PeerQuery
-from flashckpt.planning.read_plan import ReadPlan, plan_reads
+from flashckpt.planning.read_plan import ReadPlan, SourceNames, plan_reads
 from flashckpt.planning.selection import Candidate, RestoreRequest, SlotLocation
 from flashckpt.printable import counted
 from flashckpt.report import RestoreReport
-from flashckpt.restore import live_memory, unexpected
+from flashckpt.restore import live_memory, votes
 from flashckpt.restore.candidate_sources import CandidateSources
 from flashckpt.restore.executor import Phases, RemoteFetcher, RestoreCounts, execute
 from flashckpt.restore.live_memory import LiveMemory
 from flashckpt.restore.program import Program, compare
 from flashckpt.restore.requirements import LiveState, Requirements, Wanted, requirements
-from flashckpt.restore.source_names import SourceNames
 from flashckpt.restore.sources import Source
 from flashckpt.restore.values import (
     Applied,
@@ -38,7 +37,7 @@ from flashckpt.restore.values import (
 )
 from flashckpt.restore.votes import Rejection, attempted
 from flashckpt.shm.segment import Segment
-from flashckpt.state import exclusion
+from flashckpt.state import value_reader
 from flashckpt.state.optimizer_state import in_program_order
 from flashckpt.state.registry import StateRegistry
 
@@ -116,7 +115,7 @@ class Prepared:
     plan: ReadPlan
     program: Program
     only: Wanted
-    comparison: unexpected.NameComparison
+    comparison: votes.NameComparison
     left_behind: Sequence[str] = ()
 
     @cached_property
@@ -168,13 +167,14 @@ def prepare(attempt: Attempt, sources: CandidateSources, *, exact: bool, named_b
             required = replace(required, unnamed=(*required.unnamed, *lost))
     with attempt.phases("plan"):
         sources = _brought(sources, required)
-        tables = [source.manifest.table for source in sources.all]
-        plan = plan_reads(required.wanted, tables, names=[source.name for source in sources.all])
+        every = sources.all
+        tables = [source.manifest.table for source in every]
+        plan = plan_reads(required.wanted, tables, names=[source.name for source in every])
     with attempt.phases("names"):
-        comparison = unexpected.compare(attempt.live, names, manifests, required, only)
+        comparison = votes.compare_names(attempt.live, names, manifests, required, only)
         has_all_values = bool(sources.storage) or (attempt.candidate.is_common and not attempt.may_ask)
         if has_all_values and attempt.request.only is None:
-            required = required.with_missing(unexpected.ungrouped(tracked, manifests, only))
+            required = required.with_missing(votes.ungrouped(tracked, manifests, only))
     return Prepared(
         sources=sources,
         values=values,
@@ -200,7 +200,7 @@ def _brought(sources: CandidateSources, required: Requirements) -> CandidateSour
 
 def _refuse_another_base(tracked: StateRegistry, values: Values) -> None:
     """Raise TensorMismatchError where what `exclude=` leaves out is not what it was when the snapshot was taken."""
-    changed = tracked.changed_left_out(values.recorded(exclusion.KEY)) if tracked.exclusion else []
+    changed = tracked.changed_left_out(values.recorded(value_reader.LEFT_OUT_KEY)) if tracked.exclusion else []
     if changed:
         raise TensorMismatchError(
             f"{changed[0]!r} is left out by exclude= and is not the tensor that the snapshot was taken with",

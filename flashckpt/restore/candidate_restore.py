@@ -14,7 +14,7 @@ from flashckpt.errors import FlashckptError, ShardGapError
 from flashckpt.planning.inventory import Inventory, host_names, node_names
 from flashckpt.planning.peer_index import PeerQuery
 from flashckpt.report import RestoreReport
-from flashckpt.restore import unexpected
+from flashckpt.restore import votes
 from flashckpt.restore.candidate import Attempt, Prepared, fill, lacks_values, prepare, queries, require_covered
 from flashckpt.restore.candidate_sources import (
     CandidateSources,
@@ -249,11 +249,11 @@ def _without_unexpected(attempt: Attempt, prepared: Prepared, ballot: Ballot) ->
     if not any(vote.foreign_names for vote in ballot.votes):
         return prepared
     names = prepared.comparison
-    left_behind = unexpected.nowhere(names.foreign, names.own, counts=[vote.own_names for vote in ballot.votes])
+    left_behind = votes.names_nowhere(names.foreign, names.own, counts=[vote.own_names for vote in ballot.votes])
     if attempt.is_strict:
         everywhere = collectives.all_gather([len(left_behind), left_behind[:5]])
         examples = sorted({name for _, some in everywhere for name in some})
-        unexpected.refuse(examples, max(count for count, _ in everywhere), str(attempt.candidate.identity))
+        votes.refuse_unexpected(examples, max(count for count, _ in everywhere), str(attempt.candidate.identity))
     return replace(prepared, left_behind=left_behind)
 
 

@@ -19,17 +19,16 @@ from flashckpt.checkpoint import catalog
 from flashckpt.checkpoint.catalog import manifest_from, read_manifest_bytes
 from flashckpt.checkpoint.ranged_reads import with_values
 from flashckpt.checkpoint.retention import leased
-from flashckpt.core.figures import figures_from
 from flashckpt.core.manifest import Manifest
-from flashckpt.core.manifest_header import HEADER
+from flashckpt.core.schema import HEADER, figures_from
 from flashckpt.core.shard_table import columns_of, raw_bytes, table_from_columns
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.core.spread import Spread, is_spread
 from flashckpt.core.values import pack_values, ranged_from, unpack_values
 from flashckpt.errors import FlashckptError, NoCheckpointError
 from flashckpt.framing import frame, split
-from flashckpt.logs import guarded
 from flashckpt.planning.selection import Candidate, SlotLocation
+from flashckpt.report import guarded
 from flashckpt.restore.peers import PeerSource
 from flashckpt.restore.sources import MemorySource, Source, StorageSource
 from flashckpt.restore.spread_source import SpreadSource

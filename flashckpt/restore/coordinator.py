@@ -14,11 +14,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from flashckpt.core.lineage import BEGINNING, Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError, StoreError, may_pass
-from flashckpt.logs import guarded
-from flashckpt.planning.inventory import Inventory, is_restart, local_world, memory_is_current, node_names
+from flashckpt.planning.inventory import (
+    BEGINNING,
+    Generation,
+    Inventory,
+    is_restart,
+    local_world,
+    memory_is_current,
+    node_names,
+)
 from flashckpt.planning.selection import (
     Candidate,
     Candidates,
@@ -31,7 +37,7 @@ from flashckpt.planning.selection import (
     slot_locations,
     unreachable,
 )
-from flashckpt.report import RestoreReport
+from flashckpt.report import RestoreReport, guarded
 from flashckpt.restore import gather
 from flashckpt.restore.candidate import Attempt, read_state
 from flashckpt.restore.candidate_restore import Rejected, restore_candidate

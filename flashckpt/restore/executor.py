@@ -21,17 +21,17 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from flashckpt.core.digest import CHUNK_BYTES
+from flashckpt.core.records import CHUNK_BYTES
 from flashckpt.core.shard import ITEMSIZE, Box, Shard
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.environment import env
 from flashckpt.errors import DamagedError, FlashckptError
 from flashckpt.faults import crash_point
-from flashckpt.logs import guarded
 from flashckpt.native.descriptors import DescriptorError
 from flashckpt.planning.box_match import Gap, SourceRow
 from flashckpt.planning.pieces import JOB_BYTES, Job, Pieces, cut_pieces, distinct, merge_pieces
 from flashckpt.planning.read_plan import ReadPlan, as_table, plan_gaps, plan_reads
+from flashckpt.report import guarded
 from flashckpt.restore.destinations import Destinations, Target, copy_bytes, scatter
 from flashckpt.restore.sources import Source, Spans, copy_verified
 from flashckpt.shm.segment_file import FreshMemory, address_of

@@ -18,20 +18,19 @@ from typing import Any
 import msgpack
 
 from flashckpt import collectives, errors
-from flashckpt.checkpoint import catalog, generations
-from flashckpt.checkpoint.generations import read_generations
-from flashckpt.core.lineage import BEGINNING, Generation, is_rolled_back
+from flashckpt.checkpoint import catalog, root_records
+from flashckpt.checkpoint.root_records import read_generations
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.environment import env
 from flashckpt.errors import ConfigError, DamagedError, FlashckptError, RootError
 from flashckpt.faults import crash_point
-from flashckpt.logs import guarded
-from flashckpt.planning.inventory import HeldSlot, Inventory, Member, unpack_all
+from flashckpt.planning.inventory import BEGINNING, Generation, HeldSlot, Inventory, Member, is_rolled_back, unpack_all
 from flashckpt.planning.selection import Candidates, RestoreRequest, RootSummary, refuse_damage, require_same_request
-from flashckpt.shm.agent_folder import agent_folder, bad_steps, has_missed, note_waiting, read_job
+from flashckpt.report import guarded
 from flashckpt.shm.control import Control, ControlView
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.job_key import ranks_key
+from flashckpt.shm.node_processes import agent_folder, bad_steps, has_missed, note_waiting, read_job
 from flashckpt.shm.segment import Segment
 from flashckpt.shm.segment_file import boot_id
 from flashckpt.state.placement import World
@@ -307,8 +306,8 @@ def claim(
 
 def _claim_on_root(root: str, options: Mapping[str, Any], wanted: Generation) -> int:
     with catalog.open_root(root, options) as store:
-        while not generations.claim_generation(store, wanted):
-            wanted = replace(wanted, number=generations.newest_generation(store) + 1)
+        while not root_records.claim_generation(store, wanted):
+            wanted = replace(wanted, number=root_records.newest_generation(store) + 1)
         return wanted.number
 
 

@@ -21,11 +21,11 @@ from flashckpt.collectives import HostGroup
 from flashckpt.core.manifest import Manifest, decode_manifest, encode_manifest
 from flashckpt.errors import DamagedError, FlashckptError
 from flashckpt.faults import crash_point
-from flashckpt.logs import guarded
 from flashckpt.planning import peer_index
 from flashckpt.planning.peer_index import ANSWER, RECORD, PeerQuery
 from flashckpt.planning.pieces import JOB_BYTES, Job
 from flashckpt.planning.selection import SlotLocation
+from flashckpt.report import guarded
 from flashckpt.restore.destinations import Bytes
 from flashckpt.restore.sources import Located, Meter, Source, Spans, verify_spans
 from flashckpt.shm.segment import Pin

@@ -18,10 +18,10 @@ import torch
 
 from flashckpt.core.shard import split_owner
 from flashckpt.errors import TensorMismatchError
-from flashckpt.logs import guarded
+from flashckpt.planning.read_plan import SourceNames
 from flashckpt.printable import counted
+from flashckpt.report import guarded
 from flashckpt.restore.requirements import Wanted, is_wanted
-from flashckpt.restore.source_names import SourceNames
 from flashckpt.state import group_lists, named_groups, optimizer_state, pytree
 from flashckpt.state.group_lists import GroupsOf
 from flashckpt.state.named_groups import GroupMatch, GroupOrder, Groups, Ref

@@ -10,10 +10,9 @@ from flashckpt.core.settings import checked
 from flashckpt.errors import ConfigError
 from flashckpt.report import RestoreReport
 from flashckpt.restore.coordinator import RestoreCoordinator, RestoreRequest
-from flashckpt.shm.job_id import root_url
 from flashckpt.state.placement import current_world, trainable
 from flashckpt.state.registry import StateRegistry
-from flashckpt.storage.factory import check_options
+from flashckpt.storage.factory import check_options, root_url
 
 
 class Reader:

@@ -16,8 +16,8 @@ from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard import split_owner
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.planning.peer_index import PeerQuery
+from flashckpt.planning.read_plan import Kind, SourceNames
 from flashckpt.restore.absent_state import AbsentBlock, AbsentState, absent_state, key_of_kind
-from flashckpt.restore.source_names import Kind, SourceNames
 from flashckpt.state import optimizer_state, pytree
 from flashckpt.state.optimizer_state import PredictedBlock
 from flashckpt.state.placement import LocalBox, boxes_of, shard_of

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from flashckpt.checkpoint.compression import PackedObjects
-from flashckpt.core.digest import CHUNK_BYTES
 from flashckpt.core.manifest import Manifest
+from flashckpt.core.records import CHUNK_BYTES
 from flashckpt.core.shard_table import ShardTable, chunk_counts, ranges
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError

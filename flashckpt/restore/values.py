@@ -12,11 +12,11 @@ from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard import split_owner
 from flashckpt.errors import ShardGapError
 from flashckpt.planning.peer_index import PeerQuery
+from flashckpt.planning.read_plan import SourceNames
 from flashckpt.restore import program as programs
 from flashckpt.restore.absent_state import is_of_this_rank
 from flashckpt.restore.program import Program
 from flashckpt.restore.requirements import Wanted, is_wanted
-from flashckpt.restore.source_names import SourceNames
 from flashckpt.state import group_lists, optimizer_state, pytree, rng, samplers, value_reader
 from flashckpt.state.group_lists import GroupsOf, beside, in_live_order
 from flashckpt.state.loaded import Giving, ask

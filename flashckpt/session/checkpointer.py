@@ -17,20 +17,17 @@ from flashckpt import accelerator, collectives
 from flashckpt.core.settings import Settings, tracking_settings
 from flashckpt.environment import env
 from flashckpt.errors import ConfigError
-from flashckpt.logs import guarded, notice, show_own_errors_plainly
-from flashckpt.report import RestoreReport
+from flashckpt.report import RestoreReport, guarded, notice, show_own_errors_plainly
 from flashckpt.restore.coordinator import RestoreCoordinator, RestoreRequest
 from flashckpt.restore.executor import collector_paused
 from flashckpt.restore.reader import Reader
+from flashckpt.session.coverage import UntrackedOptimizers, coverage
 from flashckpt.session.opening import Opening
 from flashckpt.session.session import Session
-from flashckpt.session.untracked_optimizers import UntrackedOptimizers
-from flashckpt.shm.job_id import job_id, root_url
-from flashckpt.state.coverage import coverage
 from flashckpt.state.data_sources import PAGE, continuation_of
 from flashckpt.state.placement import current_world, trainable
 from flashckpt.state.registry import StateRegistry
-from flashckpt.storage.factory import check_options, is_process_local
+from flashckpt.storage.factory import check_options, is_process_local, job_id, root_url
 
 _logger = logging.getLogger("flashckpt")
 show_own_errors_plainly()

@@ -23,11 +23,11 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
-from flashckpt.core.digest import digest, digest_of
+from flashckpt.core.records import digest, digest_of
 from flashckpt.environment import env
 from flashckpt.errors import DamagedError
 from flashckpt.faults import crash_point
-from flashckpt.logs import guarded
+from flashckpt.report import guarded
 from flashckpt.shm.private import open_file, read_file
 from flashckpt.state.sample_bytes import sample_bytes, sample_of
 

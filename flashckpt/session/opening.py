@@ -19,26 +19,24 @@ import torch.distributed as dist
 
 from flashckpt import entry_points
 from flashckpt.accelerator import index_of
-from flashckpt.core.lineage import BEGINNING
 from flashckpt.core.settings import Settings
 from flashckpt.environment import env
 from flashckpt.errors import FlashckptError
-from flashckpt.logs import guarded, notice
 from flashckpt.native import IMPLEMENTATIONS, implementation
-from flashckpt.planning.inventory import Inventory, local_world
+from flashckpt.planning.inventory import BEGINNING, Inventory, local_world
 from flashckpt.planning.odd_node import odd_node
 from flashckpt.plugin import ReplicaPlan
+from flashckpt.report import guarded, notice
 from flashckpt.restore.absent_state import recorded_beside
 from flashckpt.restore.coordinator import RestoreCoordinator, RestoreOutcome, RestoreRequest
-from flashckpt.shm import capacity, gc
+from flashckpt.shm import block, gc
 from flashckpt.shm.ack_relay import AckRelay, RelayStore, RelayThread
 from flashckpt.shm.acks import SnapshotAcks
-from flashckpt.shm.agent_folder import agent_folder, ended_agent, note_bad_numbers, read_job, write_job
 from flashckpt.shm.control import RESTORED_FROM, Control, ControlRow
 from flashckpt.shm.job_directory import JobConfig, JobDirectory
-from flashckpt.shm.job_id import earlier_job_id, root_digest
 from flashckpt.shm.lease import Lease
 from flashckpt.shm.messages import MessageFiles
+from flashckpt.shm.node_processes import agent_folder, ended_agent, note_bad_numbers, read_job, write_job
 from flashckpt.shm.persister_owner import OwnerThread, PersisterOwner
 from flashckpt.shm.private import remove_file
 from flashckpt.snapshot import segments
@@ -48,7 +46,7 @@ from flashckpt.state import replication, samplers
 from flashckpt.state.registry import StateRegistry
 from flashckpt.state.state_layout import MemoryNeed, StateLayout, need_of
 from flashckpt.state.structure import in_order
-from flashckpt.storage.factory import place_of
+from flashckpt.storage.factory import earlier_job_id, place_of, root_digest
 
 _logger = logging.getLogger("flashckpt")
 _log = guarded(_logger)
@@ -173,7 +171,7 @@ class Opening:
             agree = entry_points.load(entry_points.EXTRAS, "replicas").agree
             partnering: ReplicaPlan = agree(self.settings, inventories, layout.reserved, self.directory)
             self.partnering, replica_bytes = partnering, partnering.missing_bytes
-        slots = capacity.slots_for(
+        slots = block.slots_for(
             missing, min(inventories[r].free_bytes for r in mates), wanted, replica_bytes=replica_bytes
         )
         self.memory.open(need, slots=slots, job=self.settings.job, is_opening=True)

@@ -14,15 +14,15 @@ from typing import Any
 from flashckpt.core.settings import next_step
 from flashckpt.core.snapshot_id import SnapshotId, SnapshotRequest
 from flashckpt.errors import ConfigError, UnsupportedStateError
-from flashckpt.logs import guarded
 from flashckpt.planning.inventory import left_out
+from flashckpt.report import guarded
 from flashckpt.session.durability import CommitWatch, Skips, Waiting, Wanted
 from flashckpt.session.opening import Callback, NodePlace, OpenedJob
 from flashckpt.session.stop_signals import DeferredSignals
-from flashckpt.shm.agent_folder import agent_folder, note_suspect
 from flashckpt.shm.control import CLOSED, PHASES
 from flashckpt.shm.job_directory import LEFT_OUT
 from flashckpt.shm.logged_values import MOST_NAME, LoggedValue, append
+from flashckpt.shm.node_processes import agent_folder, note_suspect
 from flashckpt.snapshot.copy_plan import CopyPlan, CurrentPlan
 from flashckpt.snapshot.following import StillPersistedError
 from flashckpt.snapshot.stager import Snapshot, Stager, StaleWatch

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.faults import crash_point
 from flashckpt.framing import frame, split
-from flashckpt.logs import guarded
+from flashckpt.report import guarded
 from flashckpt.shm.acks import NOBODY, GroupAcks, decode_group, encode_group, merge_acks, node_acks, rank_acks
 from flashckpt.shm.control import Control
 from flashckpt.shm.messages import NO_MESSAGE, MessageFiles, OutgoingMessage

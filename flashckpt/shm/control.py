@@ -21,7 +21,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from flashckpt.core.digest import digest
+from flashckpt.core.records import digest
 from flashckpt.core.snapshot_id import NEVER, SnapshotId
 from flashckpt.errors import DamagedError
 from flashckpt.faults import crash_point

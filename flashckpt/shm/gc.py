@@ -93,7 +93,7 @@ def _unlinked_blocks(job: str | None) -> list[DeadMemory]:
     """Return blocks that belong to no job directory any more: it was removed by hand, or its removal was interrupted."""
     found = []
     is_default = memory_root().parent == block.SHM  # segments have a POSIX name only there
-    for path in block.leftovers() if job is None and is_default else []:
+    for path in leftovers() if job is None and is_default else []:
         with contextlib.suppress(FileNotFoundError):
             status = path.lstat()
             age_s = max(0.0, time.time() - status.st_mtime)
@@ -185,3 +185,19 @@ def _touched_s(path: Path) -> float:
         with contextlib.suppress(OSError):
             times.append(part.lstat().st_mtime)
     return max(times)
+
+
+def leftovers() -> list[Path]:
+    """Return this user's blocks that belong to no job directory any more, and unfinished ones of dead processes.
+
+    A job directory is removed after its names. If that was interrupted, or the directory was removed by hand,
+    the POSIX name is the last link to the memory.
+    """
+    found = []
+    for path in block.SHM.glob(f"flashckpt-{os.getuid()}-*"):
+        with contextlib.suppress(OSError):
+            status = path.lstat()
+            is_last_link = path.is_file() and not path.is_symlink() and status.st_nlink == 1
+            if status.st_uid == os.getuid() and is_last_link and not block.is_creator_running(path.name):
+                found.append(path)
+    return found

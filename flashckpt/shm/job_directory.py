@@ -10,16 +10,17 @@ import threading
 import time
 from pathlib import Path
 
-from flashckpt.core.lineage import Generation
 from flashckpt.core.settings import checked
 from flashckpt.environment import env
 from flashckpt.errors import DamagedError, JobInUseError, SharedMemoryError
-from flashckpt.shm import job_records
+from flashckpt.planning.inventory import Generation
+from flashckpt.shm import private
 from flashckpt.shm.block import SEGMENT_NAME
-from flashckpt.shm.job_records import DaemonStatus, JobConfig
 from flashckpt.shm.lease import Lease, is_at
-from flashckpt.shm.persister_process import LOG_NAME, MODULE
+from flashckpt.shm.node_processes import LOG_NAME, MODULE
 from flashckpt.shm.private import (
+    DaemonStatus,
+    JobConfig,
     Skipped,
     mark_file,
     open_file,
@@ -213,19 +214,19 @@ class JobDirectory:
         """
         for name in ("storage_options", "keep_last", "keep_every", "compression"):
             checked(name, getattr(config, name))
-        job_records.write(self.path / "job.msgpack", config)
+        private.write_record(self.path / "job.msgpack", config)
 
     def read_config(self) -> JobConfig | None:
         """Return the config, None if there is none. Raises DamagedError if it is damaged."""
-        return job_records.read(self.path / "job.msgpack", JobConfig)
+        return private.read_record(self.path / "job.msgpack", JobConfig)
 
     def write_generation(self, record: Generation) -> None:
         """Write `generation.msgpack`."""
-        job_records.write(self.path / "generation.msgpack", record)
+        private.write_record(self.path / "generation.msgpack", record)
 
     def read_generation(self) -> Generation | None:
         """Return the current generation, None if none was claimed here. Raises DamagedError."""
-        return job_records.read(self.path / "generation.msgpack", Generation)
+        return private.read_record(self.path / "generation.msgpack", Generation)
 
     def write_status(self, status: DaemonStatus) -> None:
         """Write `daemon.msgpack`; in place if the tmpfs is full, because `wait()` must see what was committed.
@@ -234,9 +235,9 @@ class JobDirectory:
         """
         path = self.path / "daemon.msgpack"
         try:
-            job_records.write(path, status)
+            private.write_record(path, status)
         except SharedMemoryError:
-            raw = job_records.framed(status)
+            raw = private.framed(status)
             if not path.exists() or len(raw) > _PAGE:
                 raise
             with os.fdopen(open_file(path, os.O_RDWR), "r+b") as file:  # its page exists already
@@ -245,7 +246,7 @@ class JobDirectory:
 
     def read_status(self) -> DaemonStatus | None:
         """Return the daemon's last status, None if there is none. Raises DamagedError."""
-        return job_records.read(self.path / "daemon.msgpack", DaemonStatus)
+        return private.read_record(self.path / "daemon.msgpack", DaemonStatus)
 
     def status_mark(self) -> tuple[int, int, int] | None:
         """Return what distinguishes one status of the daemon from another without reading it; None where it cannot yet.

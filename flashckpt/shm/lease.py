@@ -18,8 +18,8 @@ import weakref
 from pathlib import Path
 from types import TracebackType
 
-from flashckpt.core.digest import digest
 from flashckpt.core.manifest import Manifest, decode_manifest
+from flashckpt.core.records import digest
 from flashckpt.core.superblock import PAGE, SegmentSpec, SlotHeader, newest_copy
 from flashckpt.errors import DamagedError
 from flashckpt.native import GuardedMap

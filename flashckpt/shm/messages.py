@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flashckpt.core.digest import digest_of
 from flashckpt.core.intent import NodeMessage
-from flashckpt.core.records import pack, seal, unpack, unseal
+from flashckpt.core.records import digest_of, pack, seal, unpack, unseal
 from flashckpt.errors import DamagedError, FormatVersionError
 from flashckpt.faults import crash_point
 from flashckpt.framing import SHORT_LENGTH, frame, split

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flashckpt.core.rank_table import RankTimes, decode_table, encode_table
 from flashckpt.errors import DamagedError, FlashckptError
-from flashckpt.shm import job_records
+from flashckpt.shm import private
 from flashckpt.shm.private import read_file
 
 NAME = "ranks.msgpack"
@@ -19,7 +19,7 @@ MOST_BYTES = 16 << 20
 def write_table(job: Path, ranks: Iterable[RankTimes]) -> None:
     """Write the table in one move; where there is no room the old one stays."""
     with contextlib.suppress(OSError, FlashckptError):
-        job_records.write_raw(job / NAME, encode_table(ranks, time.time()))
+        private.write_raw(job / NAME, encode_table(ranks, time.time()))
 
 
 def read_raw(job: Path) -> bytes:

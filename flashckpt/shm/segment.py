@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from flashckpt.core.digest import mark_of
+from flashckpt.core.records import mark_of
 from flashckpt.core.snapshot_id import SnapshotRequest
 from flashckpt.core.superblock import (
     HEADER_COPY_BYTES,
@@ -36,7 +36,7 @@ from flashckpt.core.superblock import (
 )
 from flashckpt.errors import DamagedError, JobInUseError
 from flashckpt.faults import crash_point
-from flashckpt.shm import block, capacity
+from flashckpt.shm import block
 from flashckpt.shm.lease import Lease, Pin, extents_at, is_at
 from flashckpt.shm.private import open_file
 from flashckpt.shm.segment_file import address_of, boot_id, check_place, describe_process, fill_holes, lay_out, touch
@@ -91,9 +91,7 @@ class Segment:
             FileExistsError: `path` exists and nobody owns it: attach to it instead.
         """
         path = Path(path)
-        capacity.require_capacity(
-            path.parent, spec.nbytes, what=f"job {spec.job!r}, rank {spec.rank}", slots=spec.slots
-        )
+        block.require_capacity(path.parent, spec.nbytes, what=f"job {spec.job!r}, rank {spec.rank}", slots=spec.slots)
         block.sweep_temporary(path)
         temporary, memory = block.new(path, spec.nbytes)
         fd = os.open(temporary, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -382,7 +380,7 @@ class Segment:
         missing = 0 if self.is_allocated else size
         cause: OSError | None = None
         try:
-            if not missing or capacity.capacities(self.path.parent)[0].nbytes >= missing:
+            if not missing or block.capacities(self.path.parent)[0].nbytes >= missing:
                 for at in range(start, start + size, _LOCKED_BYTES):
                     piece = min(_LOCKED_BYTES, start + size - at)
                     if missing:
@@ -395,9 +393,9 @@ class Segment:
         if not any(h.is_complete for h in self.headers()):
             self.remove_names()
         what = f"job {self.spec.job!r}, rank {self.spec.rank}"
-        capacity.refuse_file_limit(start + size, what=what)
-        least = capacity.capacities(self.path.parent)[0]
-        raise capacity.insufficient_memory(self.path.parent, self.spec.nbytes - start, least, what=what) from cause
+        block.refuse_file_limit(start + size, what=what)
+        least = block.capacities(self.path.parent)[0]
+        raise block.insufficient_memory(self.path.parent, self.spec.nbytes - start, least, what=what) from cause
 
 
 def _undo(segment: Segment | None, fd: int, memory: block.MappedBlock | None) -> None:

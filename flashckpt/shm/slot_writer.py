@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 
-from flashckpt.core.digest import digest
+from flashckpt.core.records import digest
 from flashckpt.core.superblock import SegmentSpec, SlotHeader, SlotState
 from flashckpt.errors import SharedMemoryError
 from flashckpt.faults import crash_point

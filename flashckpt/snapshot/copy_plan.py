@@ -11,8 +11,8 @@ from itertools import compress
 import numpy as np
 import torch
 
-from flashckpt.logs import guarded
-from flashckpt.native.numbers import kinds_of
+from flashckpt.native.descriptors import kinds_of
+from flashckpt.report import guarded
 from flashckpt.snapshot.copy import Item, StalePlanError, is_run, run_starts
 from flashckpt.snapshot.following import are_free
 from flashckpt.snapshot.runs import HostRuns, places_of

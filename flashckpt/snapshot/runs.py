@@ -17,11 +17,10 @@ import numpy.typing as npt
 import torch
 
 from flashckpt import faults
-from flashckpt.core.digest import CHUNK_BYTES
+from flashckpt.core.records import CHUNK_BYTES
 from flashckpt.environment import env
 from flashckpt.native import SharedCopy, copy_and_digest, is_native
-from flashckpt.native.descriptors import Figures
-from flashckpt.native.numbers import kind_of
+from flashckpt.native.descriptors import Figures, kind_of
 from flashckpt.snapshot.copy import Buffer, Item, StalePlanError, stale_plan
 from flashckpt.snapshot.following import Following
 

@@ -18,10 +18,9 @@ from flashckpt import accelerator
 from flashckpt.core.snapshot_id import SnapshotId, SnapshotRequest
 from flashckpt.environment import env
 from flashckpt.errors import ConfigError, DamagedError, FlashckptError, FormatVersionError, SharedMemoryError
-from flashckpt.logs import guarded
-from flashckpt.planning.slot_policy import GiveBackRate, choose_slot
-from flashckpt.shm import capacity
-from flashckpt.shm.acks import AckedSnapshots
+from flashckpt.report import guarded
+from flashckpt.shm import block
+from flashckpt.shm.acks import AckedSnapshots, GiveBackRate, choose_slot
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Segment, SegmentSpec, SlotPinned, SlotWriter
 from flashckpt.state.state_layout import MemoryNeed
@@ -79,7 +78,7 @@ class Reservation:
     def _reserve(self, segment: Segment) -> None:
         view: Any = np.frombuffer(segment.buffer, np.uint8)
         address, spec = int(view.ctypes.data), segment.spec
-        if not locks_slots(spec.slots * spec.data_capacity):
+        if self._pin_for is not None and not locks_slots(spec.slots * spec.data_capacity):
             self._pin_for = None
 
         def note(nbytes: int) -> None:
@@ -424,4 +423,4 @@ def _other_root(path: Path) -> ConfigError:
 
 def free_bytes(directory: JobDirectory) -> int:
     """Return the bytes that may still be reserved on this node."""
-    return capacity.capacities(directory.path)[0].nbytes
+    return block.capacities(directory.path)[0].nbytes

@@ -18,8 +18,8 @@ from flashckpt.core.manifest import Manifest, encode_manifest
 from flashckpt.core.snapshot_id import SnapshotRequest
 from flashckpt.errors import FenceError, FlashckptError, SharedMemoryError
 from flashckpt.faults import crash_point
-from flashckpt.logs import guarded
-from flashckpt.native.numbers import FIGURES, figures_of_rows
+from flashckpt.native.descriptors import FIGURES, figures_of_rows
+from flashckpt.report import guarded
 from flashckpt.shm.segment import SlotWriter
 from flashckpt.snapshot.copy import (
     Buffer,

@@ -23,10 +23,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from flashckpt.core.figures import TensorFigures
-from flashckpt.logs import guarded
+from flashckpt.core.schema import TensorFigures
 from flashckpt.native import copy_and_digest, is_native
 from flashckpt.native.copying import CounterPath, read_counters
+from flashckpt.report import guarded
 from flashckpt.snapshot.copy import Buffer, Item, StalePlanError, source_of
 from flashckpt.snapshot.runs import HostRuns
 from flashckpt.state.state_layout import StateLayout

@@ -20,8 +20,8 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from flashckpt.errors import FlashckptError, ObjectStateError
-from flashckpt.logs import guarded
 from flashckpt.printable import printable
+from flashckpt.report import guarded
 from flashckpt.state.data_sources import is_lazy
 from flashckpt.state.placement import dtensor
 

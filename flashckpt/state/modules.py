@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from flashckpt.errors import UnsupportedStateError
-from flashckpt.logs import guarded
+from flashckpt.report import guarded
 from flashckpt.state import pytree
 from flashckpt.state.placement import dtensor, fsdp_module, local_of
 

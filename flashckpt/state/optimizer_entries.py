@@ -12,6 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from flashckpt.errors import UnsupportedStateError
+from flashckpt.planning.read_plan import USUAL, Form
 from flashckpt.planning.write_partition import WriteShare
 from flashckpt.state import optimizer_state
 from flashckpt.state.box_sets import BoxSets, first_alike
@@ -286,9 +287,6 @@ LOCAL = "local"
 """A plain tensor beside a sharded parameter, of the shape of this rank's shard."""
 PLAIN = "plain"
 """A plain tensor beside a sharded parameter, of another shape: it belongs to this rank alone, unless it is a scalar."""
-
-Form = tuple[str, str]
-USUAL: Form = ("", "")
 
 
 def form_of(fqn: str, param: torch.Tensor, key: str, tensor: torch.Tensor, group: Mapping[str, Any]) -> Form:

@@ -12,7 +12,7 @@ from torch import nn
 
 from flashckpt.core.values import RESERVED
 from flashckpt.errors import ConfigError, UnsupportedStateError
-from flashckpt.state import exclusion, modules, optimizer_state, samplers, value_reader
+from flashckpt.state import modules, optimizer_state, samplers, value_reader
 from flashckpt.state.data_sources import (
     begins_when_read,
     fetches_when_read,
@@ -22,15 +22,13 @@ from flashckpt.state.data_sources import (
     remedy_for,
     with_state_dict,
 )
-from flashckpt.state.exclusion import Exclusion
-from flashckpt.state.module_tensors import ModuleTensors, are_global, collect, may_share
+from flashckpt.state.module_tensors import Exclusion, ModuleTensors, are_global, collect, may_share
 from flashckpt.state.modules import refuse_deep, unwrapped
 from flashckpt.state.optimizer_state import DeferredState
 from flashckpt.state.parts import TensorPart, parts_of
 from flashckpt.state.placement import World, dtensor
-from flashckpt.state.state_layout import StateLayout
+from flashckpt.state.state_layout import StateLayout, Tracked, build
 from flashckpt.state.structure import Captured, Structure, StructureGuard
-from flashckpt.state.structure_builder import Tracked, build
 from flashckpt.state.value_reader import ValueReader
 
 _MOST_READINGS = 3
@@ -111,7 +109,7 @@ class StateRegistry:
                 expected="a separate name for every tracked object",
                 remedy="track it under another name",
             )
-        thing = with_state_dict(unwrapped(thing))
+        thing = unwrapped(thing)
         is_list = isinstance(thing, (list, tuple)) or (isinstance(thing, nn.ModuleList) and are_global(list(thing)))
         parts = list(thing) if is_list else [thing]
         if parts and all(isinstance(p, nn.Module) for p in parts):
@@ -128,9 +126,9 @@ class StateRegistry:
         elif isinstance(thing, (list, tuple)):
             for i, part in enumerate(parts):
                 self.add(f"{name}-{i}", part, fenced=fenced)
-        elif keeps_its_place(thing):
+        elif keeps_its_place(thing := with_state_dict(thing)):
             samplers.refuse_second(name, thing, self.objects)
-            refuse_deep(name, *parts)
+            refuse_deep(name, thing)
             self.objects[name] = thing
             self.unread |= {name} if begins_when_read(thing) else set()
         else:
@@ -177,7 +175,7 @@ class StateRegistry:
     def changed_left_out(self, recorded: Iterable[Any]) -> list[str]:
         """Return the parameters that are left out and are not those of which a snapshot holds these samples."""
         ours = self._reader.sample_of_left_out() if self.exclusion else b""
-        return sorted({name for theirs in recorded for name in exclusion.differing(ours, theirs)}) if ours else []
+        return sorted({name for theirs in recorded for name in value_reader.differing(ours, theirs)}) if ours else []
 
     # -- structure ---------------------------------------------------------------------------------------
 
@@ -223,9 +221,9 @@ class StateRegistry:
                 return planned, captured
         for _ in range(_MOST_READINGS):  # state that has just appeared may consist of tensors too
             self._look_at_modules()
-            structure = self._build(self.capture(), ahead=ahead)
             captured = self.capture()
-            if captured.forms == structure.forms:
+            structure = self._build(captured, ahead=ahead)
+            if self._reader.has_all(captured) or (captured := self.capture()).forms == structure.forms:
                 return structure, captured
         before, now = ({one[0]: one for one in forms} for forms in (structure.forms, captured.forms))
         name = next(name for name in {**now, **before} if before.get(name) != now.get(name))

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from flashckpt import collectives
-from flashckpt.core.digest import digest
+from flashckpt.core.records import digest
 from flashckpt.core.shard import joined
 from flashckpt.errors import ReplicaMismatchError
 from flashckpt.state.structure import Entry, Structure

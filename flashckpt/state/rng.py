@@ -13,7 +13,7 @@ import torch
 
 from flashckpt import accelerator
 from flashckpt.errors import UnsupportedStateError
-from flashckpt.logs import guarded
+from flashckpt.report import guarded
 
 _log = guarded(logging.getLogger("flashckpt"))
 _Device = torch.device

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from flashckpt import collectives
 from flashckpt.errors import ConfigError, FlashckptError, LayoutError, SamplerStateError
-from flashckpt.logs import guarded
+from flashckpt.report import guarded
 from flashckpt.state import rng
 from flashckpt.state.placement import dtensor, fsdp_module
 

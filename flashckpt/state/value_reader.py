@@ -7,13 +7,14 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
+import msgpack
 import torch
 from torch import nn
 
 from flashckpt.errors import UnsupportedStateError
-from flashckpt.logs import guarded
+from flashckpt.planning.read_plan import Form
+from flashckpt.report import guarded
 from flashckpt.state import (
-    exclusion,
     group_lists,
     modules,
     named_groups,
@@ -21,11 +22,10 @@ from flashckpt.state import (
     pytree,
     rng,
 )
-from flashckpt.state.exclusion import Exclusion
 from flashckpt.state.loaded import ask
-from flashckpt.state.module_tensors import ModuleTensors
-from flashckpt.state.optimizer_entries import Form, OptimizerEntries, StateValue
-from flashckpt.state.placement import World
+from flashckpt.state.module_tensors import Exclusion, ModuleTensors
+from flashckpt.state.optimizer_entries import OptimizerEntries, StateValue
+from flashckpt.state.placement import World, boxes_of, dtensor
 from flashckpt.state.structure import Captured, ValuesRead
 
 _REPLICATED_TYPES = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
@@ -73,7 +73,7 @@ class ValueReader:
 
     def look(self, found: ModuleTensors, exclusion: Exclusion) -> None:
         """Record which modules have extra state that is not left out, and which parameters are."""
-        self._groups = {}
+        self._groups, self._program = {}, {}
         kept = set(found.ids)
         self._devices = {
             tensor.device for module in found.walked_modules() for tensor in module.parameters(recurse=False)
@@ -92,11 +92,16 @@ class ValueReader:
 
     def take(self, entries: OptimizerEntries) -> None:
         """Take note of the optimizers' state: what of it is no tensor."""
-        self.values, self._forms, self._program = entries.values, entries.forms, {}
+        self.values, self._forms = entries.values, entries.forms
         self._others = [
             (label, [dict.fromkeys(optimizer_state.other_keys(optimizer), optimizer.state) for optimizer in group])
             for label, group in self._tracked.optimizers.items()
         ]
+
+    def has_all(self, captured: Captured) -> bool:
+        """Whether what was read before `take` would be read just so again: nothing but plain settings of optimizers."""
+        others = any(any(per_optimizer) for _, per_optimizer in self._others)
+        return not (captured.tensors or self._tracked.objects or self.extra or self.values or self._forms or others)
 
     def key_of(self, name: str, thing: Any = None) -> str:
         """Return the key of an object's state: with a suffix where the state belongs to this rank alone."""
@@ -107,7 +112,7 @@ class ValueReader:
     def sample_of_left_out(self) -> bytes:
         """Return elements of the parameters that are left out, as they were when this was first asked; b"" without any."""
         if self._sample is None:
-            self._sample = exclusion.sample(self._left_out) if self._left_out else b""
+            self._sample = sample_of(self._left_out) if self._left_out else b""
         return self._sample
 
     def read(self) -> Captured:
@@ -132,7 +137,7 @@ class ValueReader:
         if self._tracked.aliases:
             values["aliases"] = self._tracked.aliases
         if sample := self.sample_of_left_out():
-            values[f"{exclusion.KEY}@{self._tracked.world.suffix}"] = sample
+            values[f"{LEFT_OUT_KEY}@{self._tracked.world.suffix}"] = sample
         generators = None
         if self._tracked.rng:
             generators = f"rng@{self._tracked.world.suffix}", rng.Generators.now(self._devices)
@@ -287,3 +292,80 @@ def refuse_one_way(name: str, optimizer: torch.optim.Optimizer) -> None:
             state="Nothing was tracked.",
             remedy="keep such values in param_groups, or leave them out of state_dict() and track them as an object",
         )
+
+
+# -- A few elements of each parameter that `track(exclude=)` leaves out: enough to notice that a restart has others
+#
+# An adapter that continues on another base model trains without an error, and is worth nothing. A snapshot does
+# not hold the base model, so it holds up to 8 elements of each of its parameters, at fixed places of the whole
+# tensor: ranks that have other shards of it compare those that both have.
+
+LEFT_OUT_KEY = ".excluded"
+"""What stands before "@" in the key of the value; no tracked name has a dot."""
+_ELEMENTS = 8
+
+
+def sample_of(left_out: Mapping[str, torch.Tensor]) -> bytes:
+    """Return elements of the frozen parameters among `left_out`, for `differing`.
+
+    Buffers may change in training, tensors of other classes may be packed in another way each time, and what is on the
+    meta device has no elements yet: these are left out.
+    """
+    plain = torch.Tensor, nn.Parameter, dtensor()
+    found: dict[str, list[Any]] = {}
+    for name, tensor in left_out.items():
+        if isinstance(tensor, nn.Parameter) and type(tensor) in plain and not tensor.is_meta:
+            found[name] = [str(tensor.dtype), list(tensor.shape), _elements(name, tensor)]
+    packed: bytes = msgpack.packb(found)
+    return packed
+
+
+def differing(ours: bytes, theirs: Any) -> list[str]:
+    """Return the parameters of which two samples say something else.
+
+    Args:
+        ours: `sample_of` of the live parameters.
+        theirs: What a snapshot holds; anything that is no sample says nothing.
+    """
+    if type(theirs) is not bytes:
+        return []
+    here, there = msgpack.unpackb(ours, strict_map_key=False), msgpack.unpackb(theirs, strict_map_key=False)
+    return sorted(name for name in here.keys() & there.keys() if _differ(here[name], there[name]))
+
+
+def _differ(here: list[Any], there: list[Any]) -> bool:
+    (_, shape, elements), (_, other_shape, others) = here, there
+    if here[0] != there[0] or shape != other_shape:
+        return True
+    return any(elements[place] != others[place] for place in elements.keys() & others.keys())
+
+
+def _elements(name: str, tensor: torch.Tensor) -> dict[int, bytes]:
+    """Return place in the whole, flattened tensor -> bytes of the element, of those that this rank has."""
+    local = tensor._local_tensor if isinstance(tensor, dtensor()) else tensor  # noqa: SLF001 -- to_local() makes a view
+    places, own = [], []
+    for place in sorted({(2 * k + 1) * tensor.numel() // (2 * _ELEMENTS) for k in range(_ELEMENTS)}):
+        if place < tensor.numel() and (at := _local_place(name, tensor, place)) is not None:
+            places.append(place)
+            own.append(at)
+    if not places:
+        return {}
+    dims = tuple(torch.tensor(dim, device=local.device) for dim in zip(*own, strict=True))
+    picked = local.detach()[dims] if dims else local.detach().reshape(1)
+    raw = picked.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    size = len(raw) // len(places)
+    return {place: raw[k * size : (k + 1) * size] for k, place in enumerate(places)}
+
+
+def _local_place(name: str, tensor: torch.Tensor, place: int) -> tuple[int, ...] | None:
+    """Return where an element of the whole tensor is in the local one; None where it is on other ranks."""
+    index = []
+    for length in reversed(tensor.shape):
+        place, at = divmod(place, length)
+        index.append(at)
+    index.reverse()
+    for box in boxes_of(name, tensor):
+        inside = [at - first for at, first in zip(index, box.offsets, strict=True)]
+        if all(0 <= at < length for at, length in zip(inside, box.lengths, strict=True)):
+            return tuple(start + at for start, at in zip(box.starts, inside, strict=True))
+    return None

@@ -27,8 +27,6 @@ PAGE_BYTES = 4096
 WRITERS = 2
 DIRECT_READ_BYTES = 1 << 20
 BOUNCE_BYTES = 4 << 20
-SMALL_BYTES = 256 << 10
-"""Up to this size (indexes, manifests, intents) one buffered write costs less CPU than threads and aligned memory."""
 
 _local = threading.local()
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
@@ -43,8 +41,6 @@ def write_durable(path: Path, parts: Iterable[memoryview], nbytes: int | None) -
     Raises:
         OSError: as reported by the kernel (ENOSPC, EIO, EROFS, ...).
     """
-    if nbytes is not None and nbytes <= SMALL_BYTES:
-        return _write_small(path, parts)
     fd, direct = _open(path)
     try:
         if nbytes:
@@ -65,19 +61,6 @@ def write_durable(path: Path, parts: Iterable[memoryview], nbytes: int | None) -
     finally:
         os.close(fd)
     return written
-
-
-def _write_small(path: Path, parts: Iterable[memoryview]) -> int:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    try:
-        end = 0
-        for offset, view in extents(parts):
-            _write_all(fd, view, offset)
-            end = offset + len(view)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    return end
 
 
 def read_file(path: Path, start: int, out: memoryview) -> int:

@@ -16,7 +16,7 @@ from support.fuzzing import deep_tuple, mutated
 from support.memory_tier import FakeJob
 from support.ranks import wait_for
 
-from flashckpt.core.digest import digest
+from flashckpt.core.records import digest
 from flashckpt.core.superblock import HEADER_COPY_BYTES, encode_header
 from flashckpt.daemon.persister.timeouts import DaemonTimeouts
 from flashckpt.errors import DamagedError, FlashckptError

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from support.memory import bytes_of, killed_at, request_of, restorable, shards_of, spec_of, take
 
 from flashckpt.checkpoint.writer import PersistOptions, write_packs
-from flashckpt.core.digest import chunk_digests
 from flashckpt.core.manifest import Manifest, encode_manifest
+from flashckpt.core.records import chunk_digests
 from flashckpt.core.shard import place
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.errors import StoreError

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from random import Random
 
-from flashckpt.checkpoint.generations import GENERATIONS, encode_claim
 from flashckpt.checkpoint.retention import keep
-from flashckpt.checkpoint.root_records import parse_prefix, prefix_of
-from flashckpt.core.lineage import Generation
+from flashckpt.checkpoint.root_records import GENERATIONS, encode_claim, parse_prefix, prefix_of
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError
+from flashckpt.planning.inventory import Generation
 from simulation.clock import CLOCK
 from simulation.job import Job, Setup
 from simulation.machines import Node

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 
-from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister import service as daemon
 from flashckpt.errors import FlashckptError
 from flashckpt.peer_link import StrangerError
+from flashckpt.planning.inventory import Generation
 from flashckpt.replicate import receiver, records, rounds, sender, service, slots
 from flashckpt.replicate.partners import partner_map
 from flashckpt.replicate.records import ReplicaRows, ReplicaSession
 from flashckpt.replicate.replica_rows import ReplicaMap, row_keys
 from flashckpt.replicate.service import ReplicationService
-from flashckpt.shm import job_records
+from flashckpt.shm import private
 from flashckpt.shm.segment import Segment
 from simulation.clock import CLOCK, Process
 from simulation.machines import Rank, make_segment
@@ -232,14 +232,14 @@ def write_session(
         directory: Any = rank.node.directory
         rows = ReplicaRows.of(record.number, keys[rank.rank], masks[rank.rank])
         call = partial(CLOCK.scheduler.call_as, rank.process)
-        call(partial(job_records.write, records.rows_path(directory, rank.rank), rows))
+        call(partial(private.write_record, records.rows_path(directory, rank.rank), rows))
         if rank.local == 0:
             session = ReplicaSession(
                 generation=record.number, node=nodes.index(rank.node), addresses=tuple(f"{name} 1" for name in names),
                 domains=names, ranks=tuple(of_node), replicas=replicas, restored=restored, superseded=superseded,
                 secret={"key": record.token.encode()}, hosts=names,
             )  # fmt: skip
-            call(partial(job_records.write, records.session_path(directory), session))
+            call(partial(private.write_record, records.session_path(directory), session))
 
 
 __all__ = ["Connection", "Replicating", "forget", "install", "write_session"]

@@ -12,19 +12,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from flashckpt.checkpoint import generations
 from flashckpt.checkpoint.catalog import read_root
 from flashckpt.checkpoint.retention import reading
 from flashckpt.checkpoint.root_records import prefix_of
-from flashckpt.core.digest import digest
-from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest import Manifest
+from flashckpt.core.records import digest
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, FlashckptError, may_pass
-from flashckpt.planning.inventory import Inventory, memory_is_current, node_names, unpack_all
+from flashckpt.planning.inventory import Generation, Inventory, memory_is_current, node_names, unpack_all
 from flashckpt.planning.selection import Candidate, Candidates, RootSummary, missing_on_root, refuse_damage, select
 from flashckpt.restore import gather
-from flashckpt.shm import agent_folder
+from flashckpt.shm import node_processes
 from flashckpt.shm.segment import Segment
 from simulation import seams
 from simulation.clock import CLOCK
@@ -248,7 +246,7 @@ class Restore:
             _call(rank, partial(gather.begin, directory, wanted, rank=rank.rank, ranks=ranks, own=own, found=found))
             if rank.local == 0:
                 folder: Any = rank.node.agent_folder
-                _call(rank, partial(agent_folder.write_job, folder, directory.path))
+                _call(rank, partial(node_processes.write_job, folder, directory.path))
             CLOCK.scheduler.sleep(0.02)
         return wanted
 
@@ -277,4 +275,4 @@ def _pin(node: Node, rank: int, candidate: Candidate) -> Any:
     return None
 
 
-__all__ = ["Restore", "RestoreFailed", "Restored", "generations"]
+__all__ = ["Restore", "RestoreFailed", "Restored"]

@@ -123,7 +123,7 @@ def _storage(connect: Connect) -> None:
 
 def _memory() -> None:
     segment, lease, directory = _module("shm.segment"), _module("shm.lease"), _module("shm.job_directory")
-    messages, records, gather = _module("shm.messages"), _module("shm.job_records"), _module("restore.gather")
+    messages, records, gather = _module("shm.messages"), _module("shm.private"), _module("restore.gather")
     files, fake = memory.FILES, memory.FileOs()
     segment.os = lease.os = directory.os = messages.os = fake
     segment.open_file, segment.Path = files.open, memory.SimPath
@@ -141,7 +141,7 @@ def _memory() -> None:
     messages.read_file = directory.read_file = memory.read_file
     messages._replace = files.write
     gather.agent_folder, gather.env, gather.Path = lambda: None, _AgentOfRank, memory.SimPath
-    folder = _module("shm.agent_folder")
+    folder = _module("shm.node_processes")
     folder.Path, folder._replace = memory.SimPath, lambda path, text: files.write(path, text.encode())
     gather.Control = SimpleNamespace(open=_opened)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any, NamedTuple
 
-from flashckpt.core.digest import mark_of
+from flashckpt.core.records import mark_of
 from flashckpt.core.shard import Shard, place
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.core.snapshot_id import SnapshotId

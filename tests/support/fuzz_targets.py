@@ -22,18 +22,16 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.checkpoint.compression import Codec, Frame, PackedObjects, compressed_parts
-from flashckpt.checkpoint.generations import decode_claim, encode_claim
 from flashckpt.checkpoint.intents import decode_intent, decode_proposal, encode_intent, encode_proposal
 from flashckpt.checkpoint.merging import refuse_gaps
 from flashckpt.checkpoint.retention import encode_lease, leased_prefixes
+from flashckpt.checkpoint.root_records import decode_claim, encode_claim
 from flashckpt.core import superblock
-from flashckpt.core.digest import chunk_digests, digest
 from flashckpt.core.intent import Intent, NodeProposal
-from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest import Manifest, ShardTable, cover, decode_manifest, encode_manifest, header_of, merge
-from flashckpt.core.manifest_header import HEAD_BYTES, decode_manifest_header, encode_manifest_header
 from flashckpt.core.outline import outline_of
-from flashckpt.core.records import seal
+from flashckpt.core.records import chunk_digests, digest, seal
+from flashckpt.core.schema import HEAD_BYTES, decode_manifest_header, encode_manifest_header
 from flashckpt.core.shard import Shard, place
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.core.spread import IndexEntry, Spread, decode_spread, encode_spread
@@ -44,12 +42,12 @@ from flashckpt.daemon.zygote import messages
 from flashckpt.errors import DamagedError
 from flashckpt.interop.incoming import detect, open_foreign
 from flashckpt.interop.selection import Selection
-from flashckpt.planning import slot_policy
+from flashckpt.planning.inventory import Generation
 from flashckpt.planning.packs import index_manifest, plan_packs
 from flashckpt.planning.peer_index import encode_held_rows
 from flashckpt.sampler.datasets import index_file
 from flashckpt.sampler.order.state import SamplerState
-from flashckpt.shm import segment_file
+from flashckpt.shm import acks, segment_file
 from flashckpt.shm.acks import encode_group, job_acks, node_acks
 from flashckpt.shm.control import Control, RankAcks
 from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory
@@ -227,7 +225,7 @@ def use_header(raw: bytes) -> None:
     header, copy = superblock.newest_copy(raw.ljust(4096, b"\0"))
     assert copy in (0, 1)
     assert header.state in SlotState
-    slot_policy.choose_slot([header, HEADER], pinned=(), common=[SnapshotId(3, 121)])
+    acks.choose_slot([header, HEADER], pinned=(), common=[SnapshotId(3, 121)])
 
 
 def superblock_bytes() -> bytes:

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from flashckpt import faults
-from flashckpt.core.digest import CHUNK_BYTES, chunk_digests, digest
 from flashckpt.core.manifest import Manifest, ShardTable, encode_manifest
+from flashckpt.core.records import CHUNK_BYTES, chunk_digests, digest
 from flashckpt.core.shard import Shard, layout_hash, place
 from flashckpt.core.snapshot_id import SnapshotId, SnapshotRequest
 from flashckpt.core.superblock import SlotHeader

@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from flashckpt.core.digest import chunk_digests
-from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest import Manifest, encode_manifest
+from flashckpt.core.records import chunk_digests
 from flashckpt.core.shard import Shard, layout_hash, place
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.planning.slot_policy import choose_slot
+from flashckpt.planning.inventory import Generation
+from flashckpt.shm.acks import choose_slot
 from flashckpt.shm.job_directory import JobConfig, JobDirectory
-from flashckpt.shm.job_id import root_digest
 from flashckpt.shm.lease import Lease
 from flashckpt.shm.segment import Segment, SegmentSpec, SlotPinned
+from flashckpt.storage.factory import root_digest
 from support.memory import request_of
 
 

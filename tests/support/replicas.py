@@ -19,7 +19,7 @@ from flashckpt.replicate.partners import partner_map
 from flashckpt.replicate.records import ReplicaRows, ReplicaSession
 from flashckpt.replicate.replica_rows import ReplicaMap, row_keys
 from flashckpt.replicate.service import ReplicationService
-from flashckpt.shm import job_records
+from flashckpt.shm import private
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Segment
 from support.memory_tier import FakeJob
@@ -63,7 +63,7 @@ class Replicating:
         for node, job in enumerate(self.jobs):
             for rank in job.ranks:
                 found = ReplicaRows.of(job.record.number, keys[rank.rank], masks[rank.rank])
-                job_records.write(records.rows_path(job.directory, rank.rank), found)
+                private.write_record(records.rows_path(job.directory, rank.rank), found)
             session = ReplicaSession(
                 generation=job.record.number,
                 node=node,
@@ -76,7 +76,7 @@ class Replicating:
                 restored=restored,
                 secret={"key": b"k" * 32},
             )
-            job_records.write(records.session_path(job.directory), session)
+            private.write_record(records.session_path(job.directory), session)
 
     def step(self, step: int) -> bool:
         done = [job.step(step) for job in self.jobs]

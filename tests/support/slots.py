@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from flashckpt.core.digest import chunk_digests
 from flashckpt.core.manifest import Manifest, ShardTable
+from flashckpt.core.records import chunk_digests
 from flashckpt.core.shard import Shard, place
 from flashckpt.core.snapshot_id import SnapshotId
 

@@ -20,7 +20,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from flashckpt.core.settings import Settings, checked
 from flashckpt.errors import ConfigError
-from flashckpt.shm.job_id import job_id, root_url
+from flashckpt.storage.factory import job_id, root_url
 from flashckpt.trainer.config.checks import check_values
 from flashckpt.trainer.config.data import DataConfig, check_data
 from flashckpt.trainer.config.eval import EvalConfig, check_eval

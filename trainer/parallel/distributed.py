@@ -20,8 +20,7 @@ from flashckpt.environment import env
 from flashckpt.errors import ConfigError, RootError, StoreError
 from flashckpt.nonfatal import Nonfatal, write_all
 from flashckpt.report import RestoreReport
-from flashckpt.shm.job_id import root_url
-from flashckpt.storage.factory import open_in_rank
+from flashckpt.storage.factory import open_in_rank, root_url
 from flashckpt.trainer.config import RunConfig
 
 

@@ -11,9 +11,8 @@ from flashckpt.core.manifest import Manifest
 from flashckpt.core.superblock import SlotState
 from flashckpt.errors import FlashckptError
 from flashckpt.shm.job_directory import JobDirectory
-from flashckpt.shm.job_id import job_id
 from flashckpt.shm.segment import Segment
-from flashckpt.storage.factory import open_in_rank
+from flashckpt.storage.factory import job_id, open_in_rank
 
 RECORD = "run"
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from flashckpt.bench.data import fill
 from flashckpt.bench.layouts import uniform
-from flashckpt.core.digest import chunk_digests
 from flashckpt.core.manifest import Manifest, ShardTable
+from flashckpt.core.records import chunk_digests
 from flashckpt.core.shard import place
 
 GENERATION = 1

@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from flashckpt.shm.capacity import cgroup_capacities
+from flashckpt.shm.block import cgroup_capacities
 
 LIBRARIES = ("flashckpt", "torch", "numpy", "fsspec", "s3fs", "obstore", "zstandard", "xxhash", "safetensors")
 

@@ -25,7 +25,7 @@ from flashckpt.bench.data import fill as fill_data
 from flashckpt.bench.layouts import copies_of
 from flashckpt.bench.measure import cpu_seconds, median
 from flashckpt.bench.worker import Command, serve
-from flashckpt.core.digest import digest
+from flashckpt.core.records import digest
 from flashckpt.core.shard import Shard, place
 from flashckpt.core.superblock import SegmentSpec
 from flashckpt.errors import DamagedError

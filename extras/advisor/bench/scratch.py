@@ -21,7 +21,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from flashckpt.errors import ConfigError, FlashckptError, JobInUseError, RootError
-from flashckpt.shm.capacity import require_capacity
+from flashckpt.shm.block import require_capacity
 from flashckpt.shm.job_directory import memory_root
 from flashckpt.shm.private import create_file, private_directories, private_directory, remove_tree
 from flashckpt.shm.segment_file import boot_id

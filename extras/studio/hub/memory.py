@@ -17,8 +17,8 @@ from flashckpt.planning.read_plan import coverage
 from flashckpt.restore.sources import MemorySource
 from flashckpt.shm.inventory import NodeInventory, scan
 from flashckpt.shm.job_directory import JobDirectory, jobs_in_memory
-from flashckpt.shm.job_id import root_url
 from flashckpt.shm.segment import Segment
+from flashckpt.storage.factory import root_url
 from flashckpt.trainer.hub.source import MODEL, RECORD, SavedWeights, held_name
 
 _TRIES = 8

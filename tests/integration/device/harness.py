@@ -19,7 +19,7 @@ from support import emulated_device
 from torch import nn
 
 from flashckpt import Checkpointer, accelerator
-from flashckpt.native.numbers import figures_of_rows
+from flashckpt.native.descriptors import figures_of_rows
 from flashckpt.restore import device_rows
 from flashckpt.restore.device_rows import DeviceRows
 from flashckpt.snapshot import device as device_module

@@ -137,7 +137,7 @@ def whole_attention(case: dict[str, Any]) -> tuple[list[Tensor], Tensor, Tensor]
     q, k, v = inputs
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=heads != shared)
     grad = torch.randn_like(out)
-    out.backward(grad)
+    out.backward(grad)  # type: ignore[no-untyped-call]  # untyped in torch
     return inputs, out.detach(), grad
 
 
@@ -152,7 +152,7 @@ def attend_in_a_ring(rank: int, case: dict[str, Any]) -> dict[str, float]:
     documents = None if case["documents"] is None else torch.tensor(case["documents"])
     attention = ring.RingAttention(held, window=case["window"], documents=documents)
     found = attention.attend(*mine, has_window=case["window"] > 0)
-    found.backward(grad[:, :, places])  # type: ignore[no-untyped-call]  # untyped in torch
+    found.backward(grad[:, :, places])
     far = {"out": (found - out[:, :, places]).abs().max().item()}
     for name, part, whole in zip("qkv", mine, inputs, strict=True):
         assert part.grad is not None

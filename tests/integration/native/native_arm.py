@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flashckpt.core.digest import chunk_digests
+from flashckpt.core.records import chunk_digests
 
 ROOT = Path(__file__).resolve().parents[3]
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"

@@ -21,7 +21,7 @@ from flashckpt.checkpoint.indexes import missing_writers
 from flashckpt.checkpoint.root_records import MANIFEST, prefix_of
 from flashckpt.checkpoint.sweeping import sweep
 from flashckpt.checkpoint.writer import PersistOptions, commit, persist_slot
-from flashckpt.core.digest import chunk_digests
+from flashckpt.core.records import chunk_digests
 from flashckpt.core.shard import Shard
 from flashckpt.errors import (
     DamagedError,

@@ -22,7 +22,6 @@ from flashckpt.checkpoint.catalog import (
     read_contents,
     read_manifest,
 )
-from flashckpt.checkpoint.generations import claim_generation, newest_generation, owns_generation, read_generations
 from flashckpt.checkpoint.intents import abandon_intent, abandoned_reason, close_intent, list_intents, put_intent
 from flashckpt.checkpoint.retention import (
     LEASE_S,
@@ -39,15 +38,22 @@ from flashckpt.checkpoint.retention import (
     reading,
     unkeep,
 )
-from flashckpt.checkpoint.root_records import CATALOG, MANIFEST, prefix_of
+from flashckpt.checkpoint.root_records import (
+    CATALOG,
+    MANIFEST,
+    claim_generation,
+    newest_generation,
+    owns_generation,
+    prefix_of,
+    read_generations,
+)
 from flashckpt.checkpoint.sweeping import sweep
 from flashckpt.checkpoint.writer import commit, persist_slot
-from flashckpt.core.figures import TensorFigures
 from flashckpt.core.intent import Intent
-from flashckpt.core.lineage import Generation
-from flashckpt.core.manifest_header import HEAD_BYTES
+from flashckpt.core.schema import HEAD_BYTES, TensorFigures
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, NoCheckpointError, RootError
+from flashckpt.planning.inventory import Generation
 from flashckpt.storage.factory import open_store
 from flashckpt.storage.posix import PosixStore
 from flashckpt.storage.store import Store

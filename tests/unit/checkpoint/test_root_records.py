@@ -9,17 +9,16 @@ import pytest
 from support.slots import make_pin, shard
 
 from flashckpt.checkpoint.catalog import list_checkpoints, newest_checkpoint, read_root
-from flashckpt.checkpoint.generations import check_fence, claim_generation, claimed_token, read_generations
 from flashckpt.checkpoint.intents import list_intents, put_intent
 from flashckpt.checkpoint.retention import ReadLease, leased_prefixes
-from flashckpt.checkpoint.root_records import prefix_of
+from flashckpt.checkpoint.root_records import check_fence, claim_generation, claimed_token, prefix_of, read_generations
 from flashckpt.checkpoint.writer import commit, persist_slot
-from flashckpt.core.digest import mark_of
 from flashckpt.core.intent import Intent
-from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest import decode_manifest, encode_manifest
+from flashckpt.core.records import mark_of
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, FencedError, PersistError
+from flashckpt.planning.inventory import Generation
 from flashckpt.planning.packs import index_name
 from flashckpt.storage.factory import open_store
 from flashckpt.storage.store import Store

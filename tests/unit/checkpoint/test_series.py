@@ -12,8 +12,8 @@ from support.memory_tier import FakeJob
 from support.ranks import wait_for
 
 from flashckpt.checkpoint import history, series
-from flashckpt.checkpoint.generations import claim_generation
 from flashckpt.checkpoint.history import read_history
+from flashckpt.checkpoint.root_records import claim_generation
 from flashckpt.checkpoint.series import added, read_series, write_series
 from flashckpt.core.records import seal
 from flashckpt.shm import logged_values

@@ -20,15 +20,13 @@ from flashckpt.checkpoint.spread_reads import read_part
 from flashckpt.checkpoint.writer import PersistOptions, commit, write_packs
 from flashckpt.cli.verify import verify_checkpoint
 from flashckpt.console.copying import copy_checkpoint
-from flashckpt.core.figures import TensorFigures
 from flashckpt.core.manifest import by_design, decode_manifest, encode_manifest, header_of
-from flashckpt.core.manifest_header import HEAD_BYTES, decode_manifest_header
+from flashckpt.core.schema import HEAD_BYTES, TensorFigures, decode_manifest_header
 from flashckpt.core.shard import Shard
 from flashckpt.core.spread import Spread, is_spread
 from flashckpt.errors import DamagedError, FormatVersionError, ShardGapError
-from flashckpt.planning.read_plan import plan_reads
+from flashckpt.planning.read_plan import SourceNames, plan_reads
 from flashckpt.restore.executor import Target, execute_reads
-from flashckpt.restore.source_names import SourceNames
 from flashckpt.restore.spread_source import SpreadSource
 from flashckpt.storage.factory import open_store
 from flashckpt.storage.store import Store

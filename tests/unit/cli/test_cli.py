@@ -24,17 +24,17 @@ from support.ranks import wait_for
 
 from flashckpt.checkpoint import indexes
 from flashckpt.checkpoint.catalog import list_checkpoints
-from flashckpt.checkpoint.generations import claim_generation
 from flashckpt.checkpoint.history import SessionRecord, write_session
+from flashckpt.checkpoint.root_records import claim_generation
 from flashckpt.cli import ls as ls_command
 from flashckpt.cli import main as cli
-from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister.service import Daemon
 from flashckpt.daemon.persister.timeouts import DaemonTimeouts
 from flashckpt.native import IMPLEMENTATIONS, implementation
+from flashckpt.planning.inventory import Generation
 from flashckpt.shm import inventory
-from flashckpt.shm.capacity import huge_pages
+from flashckpt.shm.block import huge_pages
 from flashckpt.shm.control import Control
 from flashckpt.shm.job_directory import DaemonStatus, memory_root
 from flashckpt.storage.factory import open_store

@@ -24,8 +24,8 @@ from flashckpt.cli import common, comparison, diff, gc, inspect, status, status_
 from flashckpt.cli import main as cli
 from flashckpt.cli.output import FittingTable
 from flashckpt.errors import DamagedError, StoreError
-from flashckpt.logs import PrintableFormatter
 from flashckpt.printable import counted, plain, printable, to_json
+from flashckpt.report import PrintableFormatter
 from flashckpt.storage.factory import open_store
 
 NASTY = "a[/]\x1b]0;title\x07[bold]\u202eb"

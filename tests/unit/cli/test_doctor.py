@@ -14,7 +14,7 @@ import pytest
 
 from flashckpt.cli import doctor
 from flashckpt.cli import main as cli
-from flashckpt.shm.capacity import Capacity
+from flashckpt.shm.block import Capacity
 from flashckpt.storage.factory import open_store
 from flashckpt.storage.posix import PosixStore
 

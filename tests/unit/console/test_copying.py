@@ -14,19 +14,18 @@ from support.slots import make_pin, shard
 
 from flashckpt.checkpoint import indexes, merging
 from flashckpt.checkpoint.catalog import list_checkpoints, newest_checkpoint, read_manifest
-from flashckpt.checkpoint.generations import claim_generation, read_generations
 from flashckpt.checkpoint.retention import Policy, leased_prefixes, prune
-from flashckpt.checkpoint.root_records import LATEST, MANIFEST, prefix_of
+from flashckpt.checkpoint.root_records import LATEST, MANIFEST, claim_generation, prefix_of, read_generations
 from flashckpt.checkpoint.sweeping import sweep
 from flashckpt.checkpoint.writer import PersistOptions, commit, persist_slot
 from flashckpt.cli import main as cli
 from flashckpt.cli.verify import verify_checkpoint
 from flashckpt.console import copying
 from flashckpt.console.copying import copy_checkpoint
-from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import ConfigError, DamagedError, FencedError
 from flashckpt.faults import CRASH_POINTS
+from flashckpt.planning.inventory import Generation
 from flashckpt.storage.factory import open_store
 from flashckpt.storage.store import Store
 

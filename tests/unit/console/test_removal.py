@@ -13,17 +13,16 @@ from support.memory import killed_at
 from support.slots import make_pin, shard
 
 from flashckpt.checkpoint.catalog import list_checkpoints, read_contents
-from flashckpt.checkpoint.generations import claim_generation
 from flashckpt.checkpoint.retention import ReadLease, delete, keep
-from flashckpt.checkpoint.root_records import MANIFEST, prefix_of
+from flashckpt.checkpoint.root_records import MANIFEST, claim_generation, prefix_of
 from flashckpt.checkpoint.sweeping import sweep
 from flashckpt.checkpoint.writer import commit, persist_slot
 from flashckpt.cli import main as cli
 from flashckpt.cli.common import jobs_on_this_machine
 from flashckpt.console import removal
-from flashckpt.core.figures import TensorFigures
-from flashckpt.core.lineage import Generation
+from flashckpt.core.schema import TensorFigures
 from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.planning.inventory import Generation
 from flashckpt.storage.factory import open_store
 from flashckpt.storage.store import Store
 

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from support.slots import make_pin, shard
 
-from flashckpt.core.figures import TensorFigures, figures_from
 from flashckpt.core.manifest import Manifest, by_design, decode_manifest, encode_manifest, merge
-from flashckpt.core.manifest_header import HEADER, decode_manifest_header
+from flashckpt.core.schema import HEADER, TensorFigures, decode_manifest_header, figures_from
 from flashckpt.core.values import NO_RANGES
 from flashckpt.planning.packs import index_manifest, plan_packs
 from flashckpt.planning.peer_index import part_of

@@ -20,23 +20,22 @@ import pytest
 from support.memory import request_of
 from support.paths import ROOT, TESTS
 
-from flashckpt.checkpoint.generations import decode_claim, encode_claim
 from flashckpt.checkpoint.intents import decode_intent, decode_proposal, encode_intent, encode_proposal
 from flashckpt.checkpoint.retention import decode_lease, encode_lease
+from flashckpt.checkpoint.root_records import decode_claim, encode_claim
 from flashckpt.core import superblock
-from flashckpt.core.digest import chunk_digests, digest, mark_of
-from flashckpt.core.figures import TensorFigures
 from flashckpt.core.intent import Intent, NodeProposal
-from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest import Manifest, ShardTable, cover, decode_manifest, encode_manifest, header_of, merge
-from flashckpt.core.manifest_header import HEAD_BYTES, decode_manifest_header
 from flashckpt.core.outline import encode_outline, outline_of
+from flashckpt.core.records import chunk_digests, digest, mark_of
+from flashckpt.core.schema import HEAD_BYTES, TensorFigures, decode_manifest_header
 from flashckpt.core.shard import Shard, place
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.core.spread import IndexEntry, Spread, decode_spread, encode_spread
 from flashckpt.core.superblock import SegmentSpec, SlotHeader, SlotState, Superblock
 from flashckpt.core.values import concatenate, cut
 from flashckpt.errors import DamagedError, DisagreementError, FormatVersionError
+from flashckpt.planning.inventory import Generation
 from flashckpt.shm import control, segment_file
 from flashckpt.shm.acks import GroupAcks, decode_group, encode_group
 from flashckpt.shm.control import Control, RankAcks

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashckpt.core.digest import CHUNK_BYTES, chunk_digests, digest
 from flashckpt.core.manifest import Manifest, ShardTable, decode_manifest, encode_manifest, encode_table, merge
+from flashckpt.core.records import CHUNK_BYTES, chunk_digests, digest
 from flashckpt.core.schema import cut_tensors_with_gaps
 from flashckpt.core.shard import Shard, place
 from flashckpt.errors import DamagedError, DisagreementError, FormatVersionError, UnsupportedStateError

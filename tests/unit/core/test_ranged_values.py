@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.slots import make_pin, shard
 
 from flashckpt.core.manifest import Manifest, cover, decode_manifest, encode_manifest, merge
-from flashckpt.core.manifest_header import decode_manifest_header
+from flashckpt.core.schema import decode_manifest_header
 from flashckpt.core.values import RangedValues, concatenate, cut, ranged_from
 from flashckpt.errors import DamagedError
 

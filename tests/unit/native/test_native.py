@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.native_rows import LEVELS, PAGE, RANDOM, aligned, at, every_level, pages, protect, rows, sanitized, xxh3
 
-from flashckpt.core.digest import CHUNK_BYTES, chunk_digests
+from flashckpt.core.records import CHUNK_BYTES, chunk_digests
 from flashckpt.errors import ConfigError
 from flashckpt.native import (
     LEVEL_VARIABLE,

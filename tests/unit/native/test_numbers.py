@@ -7,10 +7,9 @@ import pytest
 import torch
 from support.native_rows import at, every_level, rows
 
-from flashckpt.core.digest import CHUNK_BYTES
+from flashckpt.core.records import CHUNK_BYTES
 from flashckpt.native import copy_and_digest
-from flashckpt.native.descriptors import DescriptorError
-from flashckpt.native.numbers import FIGURES, KINDS, largest
+from flashckpt.native.descriptors import FIGURES, KINDS, DescriptorError, largest
 
 FLOATS = [name for name in KINDS if not name.startswith("complex")]
 every_kind = pytest.mark.parametrize("kind", FLOATS)

@@ -18,7 +18,7 @@ from support.daemons import assert_bitwise, daemon_of, forked, identities, steps
 from support.memory_tier import FakeJob
 from support.ranks import wait_for
 
-from flashckpt.checkpoint import generations
+from flashckpt.checkpoint import root_records
 from flashckpt.daemon.persister import attempts, coordinator, service
 from flashckpt.errors import RootError, StoreError
 from flashckpt.storage import factory as stores
@@ -281,7 +281,7 @@ def test_nothing_is_written_to_another_file_system_in_place_of_the_root(
         turn_until(daemon, lambda: [*root.glob("catalog/step-*")], "what housekeeping writes after it")
         daemon.history.close()  # else it may be between its look at the claim and its write
         device = root.stat().st_dev
-        monkeypatch.setattr(generations, "_device", lambda _: device + 1)
+        monkeypatch.setattr(root_records, "_device", lambda _: device + 1)
         root.rename(away := root.with_name("away"))
         job.step(10, persist=True)
         turn_until(daemon, lambda: daemon.attempts.failures > 2, "attempts that are refused")
@@ -290,6 +290,6 @@ def test_nothing_is_written_to_another_file_system_in_place_of_the_root(
         assert [str(path) for path in root.rglob("*") if path.is_file()] == []
         shutil.rmtree(root, ignore_errors=True)
         away.rename(root)
-        monkeypatch.setattr(generations, "_device", lambda _: device)
+        monkeypatch.setattr(root_records, "_device", lambda _: device)
         turn_until(daemon, lambda: steps(job) == [5, 10], "the commit after it was mounted again")
         assert not daemon.error

@@ -13,9 +13,9 @@ from support.memory_tier import FakeJob
 from support.ranks import wait_for
 
 from flashckpt.checkpoint import history, incidents
-from flashckpt.checkpoint.generations import claim_generation
 from flashckpt.checkpoint.history import SessionRecord, read_history, summary, write_session
 from flashckpt.checkpoint.incidents import put_incident, read_incidents
+from flashckpt.checkpoint.root_records import claim_generation
 from flashckpt.core.incident import Incident
 from flashckpt.core.records import seal
 from flashckpt.core.snapshot_id import SnapshotId

@@ -20,8 +20,8 @@ from support.paths import ROOT
 from support.ranks import wait_for
 from support.s3 import free_port
 
-from flashckpt.checkpoint.generations import claim_generation
 from flashckpt.checkpoint.history import SessionRecord, read_history, read_ranks, write_session
+from flashckpt.checkpoint.root_records import claim_generation
 from flashckpt.core.rank_table import RankTimes
 from flashckpt.daemon.persister.metrics import COUNTERS, GAUGES, class_of
 from flashckpt.shm.control import Control

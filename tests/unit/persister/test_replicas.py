@@ -18,17 +18,17 @@ from support.ranks import wait_for
 from support.replicas import Replicating, everywhere, memory_of, replicas_of, replication, turn_all
 
 from flashckpt.cli.main import main
-from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest import encode_manifest
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister.service import Daemon
 from flashckpt.faults import CRASH_POINTS
+from flashckpt.planning.inventory import Generation
 from flashckpt.replicate import records, rounds
 from flashckpt.replicate.connections import SMALL, linked
 from flashckpt.replicate.replica_rounds import NodeReport, RoundDecision
 from flashckpt.replicate.replica_rows import replica_manifest
 from flashckpt.replicate.slots import Kept, ReplicaSlots, chunk_ranges
-from flashckpt.shm import job_records
+from flashckpt.shm import private
 from flashckpt.shm.segment import Segment
 
 SHAPES = {"w": (1200, 700), "b": (7,)}
@@ -274,7 +274,7 @@ def test_connection_that_is_cut_again_and_again_is_resumed_where_it_was(shm_dir:
             session = records.read_session(them.jobs[0].directory)
             assert session is not None
             addresses = (session.addresses[0], f"127.0.0.1 {cutting.port}")
-            job_records.write(records.session_path(them.jobs[0].directory), replace(session, addresses=addresses))
+            private.write_record(records.session_path(them.jobs[0].directory), replace(session, addresses=addresses))
             assert them.step(2)
             turn_all([first, second], lambda: everywhere(first) == (1, 2), "step 2")
             assert cutting.cuts >= 2

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.planning.test_directory import box, manifest
 
-from flashckpt.core.digest import chunk_count
 from flashckpt.core.manifest import decode_manifest, encode_manifest
+from flashckpt.core.records import chunk_count
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.replicate.partners import partner_map, senders_to
 from flashckpt.replicate.replica_rounds import NodeReport, RoundDecision, decide

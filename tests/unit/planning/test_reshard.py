@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.paths import ROOT
 
-from flashckpt.core.digest import CHUNK_BYTES
+from flashckpt.core.records import CHUNK_BYTES
 from flashckpt.core.shard import ITEMSIZE, Box, Shard
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.errors import ShardGapError

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flashckpt.core.superblock import SlotHeader, SlotState
-from flashckpt.planning.slot_policy import choose_slot
+from flashckpt.shm.acks import choose_slot
 
 E, W, C = SlotState.EMPTY, SlotState.WRITING, SlotState.COMPLETE
 

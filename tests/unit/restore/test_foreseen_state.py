@@ -15,10 +15,10 @@ from unit.planning.test_directory import manifest
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard import Shard
 from flashckpt.core.shard_table import ShardTable
+from flashckpt.planning.read_plan import SourceNames
 from flashckpt.restore import requirements as module
-from flashckpt.restore import unexpected
+from flashckpt.restore import votes
 from flashckpt.restore.requirements import LiveState, Requirements, foreseen_state, requirements
-from flashckpt.restore.source_names import SourceNames
 from flashckpt.state import named_groups, optimizer_state
 from flashckpt.state.placement import World
 from flashckpt.state.registry import StateRegistry
@@ -95,7 +95,7 @@ def test_what_is_known_by_place_is_what_a_search_by_name_finds(
         searched = requirements(live, names, held, exact=exact)
     assert not searched.is_foreseen
     assert described(known) == described(searched)
-    quick, slow = (unexpected.compare(live, names, held, one, None) for one in (known, searched))
+    quick, slow = (votes.compare_names(live, names, held, one, None) for one in (known, searched))
     assert quick.foreign == slow.foreign == frozenset()
     assert quick.own == slow.own
     assert quick.count >= len(quick.own)
@@ -186,8 +186,8 @@ def test_a_group_with_a_parameter_of_no_live_optimizer_is_foreign_although_all_t
     names = SourceNames(held)
     known = requirements(live, names, held)
     assert known.is_foreseen
-    assert unexpected.compare(live, names, held, known, None).foreign == {"optimizer.2"}
-    assert unexpected.ungrouped(live.tracked, [manifest(0, shards, {"optimizer.groups": [[{"params": ["1"]}]]})]) == [
+    assert votes.compare_names(live, names, held, known, None).foreign == {"optimizer.2"}
+    assert votes.ungrouped(live.tracked, [manifest(0, shards, {"optimizer.groups": [[{"params": ["1"]}]]})]) == [
         "optimizer.0"
     ]
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashckpt.core.digest import CHUNK_BYTES, chunk_digests
 from flashckpt.core.manifest import Manifest
+from flashckpt.core.records import CHUNK_BYTES, chunk_digests
 from flashckpt.core.shard import ITEMSIZE, Shard, place
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.errors import DamagedError, ShardGapError

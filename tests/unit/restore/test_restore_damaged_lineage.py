@@ -14,10 +14,10 @@ from support.ranks import run_ranks, values
 from torch import nn
 
 from flashckpt import Checkpointer
-from flashckpt.checkpoint.generations import claim_generation
+from flashckpt.checkpoint.root_records import claim_generation
 from flashckpt.cli.main import main
-from flashckpt.core.lineage import Generation
 from flashckpt.errors import DamagedError
+from flashckpt.planning.inventory import Generation
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.storage.factory import open_store
 

@@ -69,8 +69,8 @@ def test_optimizer_state_that_no_source_here_names_is_asked_for_unless_it_never_
     import torch
     from unit.planning.test_directory import box, manifest
 
+    from flashckpt.planning.read_plan import SourceNames
     from flashckpt.restore.requirements import LiveState, requirements
-    from flashckpt.restore.source_names import SourceNames
     from flashckpt.state.placement import World
     from flashckpt.state.registry import StateRegistry
 

@@ -16,22 +16,21 @@ from torch import nn
 from unit.planning.test_directory import box, manifest
 
 from flashckpt import Checkpointer, collectives
-from flashckpt.core.digest import mark_of
-from flashckpt.core.lineage import Generation
+from flashckpt.core.records import mark_of
 from flashckpt.core.shard import Shard
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, DisagreementError, TensorMismatchError, UnsupportedStateError
 from flashckpt.native import LEVEL_VARIABLE, levels
 from flashckpt.planning.box_match import has_same_regions
-from flashckpt.planning.inventory import HeldSlot, Inventory, Member, left_out, memory_is_current
+from flashckpt.planning.inventory import Generation, HeldSlot, Inventory, Member, left_out, memory_is_current
+from flashckpt.planning.read_plan import SourceNames
 from flashckpt.planning.selection import RootSummary, select, slot_locations
 from flashckpt.restore import candidate, candidate_restore, live_memory
 from flashckpt.restore.absent_state import absent_state
 from flashckpt.restore.destinations import copy_bytes
 from flashckpt.restore.executor import collector_paused
 from flashckpt.restore.requirements import LiveState, requirements
-from flashckpt.restore.source_names import SourceNames
 from flashckpt.restore.votes import Ballot, CandidateState, Rejection, Vote, attempted, hold
 from flashckpt.shm.segment_file import address_of
 from flashckpt.state.placement import World

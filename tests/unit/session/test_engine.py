@@ -17,8 +17,8 @@ from torch import nn
 from flashckpt import Checkpointer
 from flashckpt.errors import ConfigError, NoCheckpointError, ShardGapError, UnsupportedStateError
 from flashckpt.native import IMPLEMENTATIONS, implementation
+from flashckpt.planning.read_plan import SourceNames
 from flashckpt.restore.program import Program
-from flashckpt.restore.source_names import SourceNames
 from flashckpt.restore.values import Values, missing_values
 from flashckpt.shm.control import RESTORED_FROM, ControlView
 from flashckpt.shm.job_directory import jobs_in_memory

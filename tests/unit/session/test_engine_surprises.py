@@ -13,7 +13,7 @@ from support.exact import started, state_of, step_once
 from support.one_rank import Holder, agent_of_the_test, crash, finished, opened  # noqa: F401 -- one is a fixture
 from torch import nn
 
-from flashckpt import Checkpointer, logs
+from flashckpt import Checkpointer, report
 from flashckpt.errors import ConfigError, FlashckptError, JobInUseError, UnsupportedStateError
 
 
@@ -154,8 +154,8 @@ def test_an_error_that_ends_the_program_is_shown_once_without_frames_of_our_own(
 ) -> None:
     trained(tmp_path)
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    logs.show_own_errors_plainly()
-    logs.show_own_errors_plainly()
+    report.show_own_errors_plainly()
+    report.show_own_errors_plainly()
     larger = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4))
     for shown in ("0", "1"):
         monkeypatch.setenv("FLASHCKPT_TRACEBACK", shown)
@@ -189,7 +189,7 @@ def test_what_a_method_of_the_program_raised_is_shown_with_its_line(
     ckpt.step(1)
     crash(ckpt)
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    logs.show_own_errors_plainly()
+    report.show_own_errors_plainly()
     try:
         opened(tmp_path, model=model, monitor=monitor)
     except FlashckptError as error:

@@ -14,9 +14,9 @@ from support import warm
 from support.one_rank import agent_of_the_test  # noqa: F401 -- a fixture
 
 import flashckpt
-from flashckpt.logs import notice
+from flashckpt.report import notice
 from flashckpt.shm.job_directory import JobConfig, JobDirectory
-from flashckpt.shm.job_id import root_url
+from flashckpt.storage.factory import root_url
 
 PROGRAM = """
 import logging, sys, torch

@@ -22,8 +22,7 @@ from flashckpt.errors import ConfigError
 from flashckpt.report import RestoreReport
 from flashckpt.session.durability import Wanted
 from flashckpt.shm.job_directory import JobConfig, JobDirectory
-from flashckpt.shm.job_id import local_path, root_url
-from flashckpt.storage.factory import S3_OPTIONS, open_store
+from flashckpt.storage.factory import S3_OPTIONS, local_path, open_store, root_url
 from flashckpt.storage.posix import PosixStore
 from flashckpt.trainer import config as trainer_config
 from flashckpt.trainer.train import saving

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from flashckpt.session.untracked_optimizers import UntrackedOptimizers
+from flashckpt.session.coverage import UntrackedOptimizers
 from flashckpt.state.placement import World
 from flashckpt.state.registry import StateRegistry
 

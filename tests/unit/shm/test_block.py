@@ -21,8 +21,8 @@ from support.paths import ROOT
 
 from flashckpt.core.shard import place
 from flashckpt.shm import block
-from flashckpt.shm.block import SHM, SharedBlock, leftovers, name_of, withdraw, withdraw_all
-from flashckpt.shm.gc import dead_memory, remove
+from flashckpt.shm.block import SHM, SharedBlock, name_of, withdraw, withdraw_all
+from flashckpt.shm.gc import dead_memory, leftovers, remove
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Segment
 

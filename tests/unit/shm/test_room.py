@@ -13,8 +13,8 @@ import pytest
 from support.memory import ended, fork, restorable, spec_of, take
 
 from flashckpt.errors import SharedMemoryError
-from flashckpt.shm import capacity
-from flashckpt.shm.capacity import Capacity, capacities, cgroup_capacities, require_capacity
+from flashckpt.shm import block
+from flashckpt.shm.block import Capacity, capacities, cgroup_capacities, require_capacity
 from flashckpt.shm.segment import Segment
 
 MIB = 1 << 20
@@ -75,7 +75,7 @@ def test_this_machine_has_a_least_room(shm_dir: Any) -> None:
 
 def test_the_error_names_need_room_limit_and_every_remedy(shm_dir: Any, monkeypatch: Any) -> None:
     limit = Capacity(nbytes=3 * MIB, limit="memory.max of cgroup /x")
-    monkeypatch.setattr(capacity, "capacities", lambda *_a, **_k: [limit])
+    monkeypatch.setattr(block, "capacities", lambda *_a, **_k: [limit])
     with pytest.raises(SharedMemoryError) as error:
         require_capacity(shm_dir, 4 * MIB, what="job 'j', rank 0", slots=3)
     text = str(error.value)
@@ -87,11 +87,11 @@ def test_the_error_names_need_room_limit_and_every_remedy(shm_dir: Any, monkeypa
 
 def test_a_segment_that_does_not_fit_is_refused_before_anything_is_written(shm_dir: Any, monkeypatch: Any) -> None:
     need = spec_of().nbytes
-    monkeypatch.setattr(capacity, "capacities", lambda *_a, **_k: [Capacity(nbytes=need - 1, limit="x")])
+    monkeypatch.setattr(block, "capacities", lambda *_a, **_k: [Capacity(nbytes=need - 1, limit="x")])
     with pytest.raises(SharedMemoryError):
         Segment.create(shm_dir / "a.seg", spec_of())
     assert list(shm_dir.iterdir()) == []
-    monkeypatch.setattr(capacity, "capacities", lambda *_a, **_k: [Capacity(nbytes=need, limit="x")])
+    monkeypatch.setattr(block, "capacities", lambda *_a, **_k: [Capacity(nbytes=need, limit="x")])
     Segment.create(shm_dir / "a.seg", spec_of()).close()
 
 
@@ -99,7 +99,7 @@ def test_room_that_vanishes_while_reserving_is_an_error_and_the_segment_is_remov
     shm_dir: Any, monkeypatch: Any
 ) -> None:
     segment = Segment.create(shm_dir / "a.seg", spec_of())
-    monkeypatch.setattr(capacity, "capacities", lambda *_a, **_k: [Capacity(nbytes=1000, limit="memory.max")])
+    monkeypatch.setattr(block, "capacities", lambda *_a, **_k: [Capacity(nbytes=1000, limit="memory.max")])
     with pytest.raises(SharedMemoryError, match=r"memory\.max"):
         segment.reserve()
     assert list(shm_dir.iterdir()) == []
@@ -109,7 +109,7 @@ def test_room_that_vanishes_while_reserving_is_an_error_and_the_segment_is_remov
 def test_a_segment_with_a_snapshot_is_kept_when_reserving_fails(shm_dir: Any, monkeypatch: Any) -> None:
     segment = Segment.create(shm_dir / "a.seg", spec_of())
     take(segment, 0, 10)
-    monkeypatch.setattr(capacity, "capacities", lambda *_a, **_k: [Capacity(nbytes=1000, limit="memory.max")])
+    monkeypatch.setattr(block, "capacities", lambda *_a, **_k: [Capacity(nbytes=1000, limit="memory.max")])
     with pytest.raises(SharedMemoryError):
         segment.reserve()
     assert restorable(shm_dir / "a.seg") == [10]
@@ -214,7 +214,7 @@ def test_the_refusal_says_how_many_slots_fit_and_what_they_cost() -> None:
 
     def refused(slots: int, room: int) -> str:
         with pytest.raises(SharedMemoryError) as caught:
-            capacity.slots_for(10 * gib, room, slots)
+            block.slots_for(10 * gib, room, slots)
         return str(caught.value)
 
     assert "slots=2), 20.00 GiB, snapshots pause until the bytes of a checkpoint are on storage" in refused(3, 20 * gib)
@@ -231,7 +231,7 @@ def test_huge_pages_are_said_of_the_innermost_mount(tmp_path: Path) -> None:
         "28 27 0:39 / /dev/shm/large rw - tmpfs tmpfs rw,size=9k,huge=within_size,inode64\n",
     )
     asked = {
-        place: capacity.huge_pages(Path(place), proc=tmp_path / "proc")
+        place: block.huge_pages(Path(place), proc=tmp_path / "proc")
         for place in ("/dev/shm/job", "/dev/shm/large/job", "/dev/shm/larger", "/home")
     }
     assert list(asked.values()) == ["never", "within_size", "never", "never"]

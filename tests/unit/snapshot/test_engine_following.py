@@ -15,7 +15,7 @@ from support.one_rank import agent_of_the_test, crash, finished, opened_as  # no
 from support.ranks import wait_for
 
 from flashckpt import Checkpointer
-from flashckpt.planning.slot_policy import GiveBackRate
+from flashckpt.shm.acks import GiveBackRate
 from flashckpt.shm.inventory import pin_all, release, scan
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.lease import Pin

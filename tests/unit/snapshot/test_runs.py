@@ -15,9 +15,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from flashckpt import faults
-from flashckpt.core.digest import CHUNK_BYTES, chunk_digests
+from flashckpt.core.records import CHUNK_BYTES, chunk_digests
 from flashckpt.native import UnusableMemoryError, copy_and_digest
-from flashckpt.native.numbers import FIGURES
+from flashckpt.native.descriptors import FIGURES
 from flashckpt.snapshot import runs
 from flashckpt.snapshot.copy import Buffer, Item, StalePlanError
 from flashckpt.snapshot.runs import HostRuns, digest_in_slot, places_of

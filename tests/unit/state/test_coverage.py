@@ -14,13 +14,13 @@ from support.one_rank import Holder, agent_of_the_test, crash, finished, step_ke
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from flashckpt import Checkpointer
-from flashckpt.native.numbers import FIGURES, figures_of_rows
+from flashckpt.native.descriptors import FIGURES, figures_of_rows
 from flashckpt.sampler import ElasticSampler, SeededSamples
+from flashckpt.session.coverage import coverage
 from flashckpt.snapshot.copy import Buffer
 from flashckpt.snapshot.copy_plan import CopyPlan
 from flashckpt.snapshot.runs import digest_in_slot, places_of
 from flashckpt.snapshot.witness import NumbersWatch
-from flashckpt.state.coverage import coverage
 from flashckpt.state.placement import current_world
 from flashckpt.state.registry import StateRegistry
 from flashckpt.state.state_layout import StateLayout

@@ -17,7 +17,7 @@ from flashckpt.core.manifest import ShardTable, encode_table
 from flashckpt.core.shard import layout_hash, place
 from flashckpt.snapshot.copy import StalePlanError
 from flashckpt.snapshot.copy_plan import CopyPlan
-from flashckpt.state import structure_builder
+from flashckpt.state import state_layout
 from flashckpt.state.placement import World
 from flashckpt.state.registry import StateRegistry
 from flashckpt.state.state_layout import StateLayout, need_of
@@ -122,7 +122,7 @@ def test_the_state_is_planned_once_until_it_changes(tmp_path: Path, monkeypatch:
 
         return counted
 
-    monkeypatch.setattr("flashckpt.state.registry.build", counting("built", structure_builder.build))
+    monkeypatch.setattr("flashckpt.state.registry.build", counting("built", state_layout.build))
     monkeypatch.setattr(StateLayout, "of", counting("laid out", StateLayout.of))
     monkeypatch.setattr("flashckpt.state.state_layout.encode_table", counting("encoded", encode_table))
     model = Mixed()
