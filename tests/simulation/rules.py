@@ -218,7 +218,8 @@ class Rules(Lineages):
             self.committed[identity] = self._state_of(identity)
             self._named.add(identity)
             self.ever.add(identity)
-            self._check_whole(identity)
+            if CLOCK.scheduler.now - self._removed_s.get(identity, -1e9) > 10:  # by hand, as it was committed
+                self._check_whole(identity)
             self._best = max(filter(None, (self._best, self.best())), default=None)
             self.job.committed(identity)
             return
