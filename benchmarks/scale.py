@@ -37,6 +37,7 @@ from flashckpt.checkpoint.intents import Proposals, read_intents
 from flashckpt.checkpoint.root_records import IN_FLIGHT, MANIFEST, prefix_of
 from flashckpt.checkpoint.writer import commit
 from flashckpt.core.intent import NodeProposal
+from flashckpt.core.lineage import SlotRecord, common
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard import Shard
 from flashckpt.core.shard_table import ShardTable
@@ -44,7 +45,6 @@ from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.core.spread import Spread, decode_spread
 from flashckpt.daemon.persister.messaging import CARRIED_LOOK_S, IDLE_LOOK_S
 from flashckpt.errors import ObjectMissingError
-from flashckpt.planning.inventory import SlotRecord, common
 from flashckpt.planning.packs import pack_name
 from flashckpt.planning.read_plan import SourceNames, plan_reads
 from flashckpt.restore import candidate_sources

@@ -36,6 +36,7 @@ from flashckpt.checkpoint.root_records import (
 )
 from flashckpt.checkpoint.writer import PersistOptions, commit
 from flashckpt.core.intent import Intent, NodeMessage
+from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.machine.logs import log_context
 from flashckpt.daemon.persister import protocol as p
@@ -45,7 +46,6 @@ from flashckpt.daemon.persister.negotiation import Negotiation
 from flashckpt.daemon.persister.protocol import Action, Event, Outcome
 from flashckpt.daemon.persister.seeker import Seeker
 from flashckpt.errors import FencedError
-from flashckpt.planning.inventory import Generation
 from flashckpt.shm.acks import GroupAcks
 from flashckpt.shm.inventory import NodeInventory, pin_all, release
 from flashckpt.shm.job_directory import JobConfig

@@ -8,8 +8,8 @@ from dataclasses import fields
 from typing import Any
 
 from flashckpt import entry_points
+from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.planning.inventory import Generation
 from flashckpt.plugin import PersisterExtension
 from flashckpt.shm.inventory import NodeInventory
 from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory

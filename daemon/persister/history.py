@@ -33,10 +33,10 @@ from flashckpt.checkpoint.history import (
 from flashckpt.checkpoint.incidents import forget_oldest_incidents, put_incident
 from flashckpt.checkpoint.root_records import newest_claim, owns_generation
 from flashckpt.checkpoint.series import COURSE, Points, added, read_series, write_series
+from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister.metrics import class_of
 from flashckpt.errors import DamagedError, FlashckptError
-from flashckpt.planning.inventory import Generation
 from flashckpt.shm import incident_files, logged_values, rank_table
 from flashckpt.shm.control import PHASES, RESTORED_FROM, ControlRow, ControlView
 from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory

@@ -20,13 +20,13 @@ from __future__ import annotations
 from collections.abc import Generator
 
 from flashckpt.core.intent import Intent, NodeMessage, NodeProposal
+from flashckpt.core.lineage import is_rolled_back
 from flashckpt.core.snapshot_id import BEFORE_ALL, MIN_SLOTS, NOTHING, SnapshotId
 from flashckpt.daemon.persister import protocol as p
 from flashckpt.daemon.persister.agreement import Search, choose_proposal, next_candidate, of_other_nodes
 from flashckpt.daemon.persister.messaging import Messaging, RootLooks, aged
 from flashckpt.daemon.persister.persist import ROLLED_BACK, Persist
 from flashckpt.daemon.persister.protocol import Action, Event, NodeSlots, Outcome, Tick
-from flashckpt.planning.inventory import is_rolled_back
 
 SWEEP_EVERY_S = 1800.0
 """Seconds between two sweeps of the root."""

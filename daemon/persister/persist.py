@@ -15,10 +15,10 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
 from flashckpt.core.intent import Intent
+from flashckpt.core.lineage import is_rolled_back
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister import protocol as p
 from flashckpt.daemon.persister.protocol import Action, Event, NodeSlots, Outcome, Tick
-from flashckpt.planning.inventory import is_rolled_back
 
 INTENT_PATIENCE_S = 600.0
 """Seconds that the node that commits waits for the writers of others before it gives an intent up."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol, TypeVar
 
 from flashckpt.core.intent import Intent, NodeMessage, NodeProposal
+from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.planning.inventory import Generation
 
 
 class NodeSlots(Protocol):

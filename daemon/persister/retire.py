@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 
+from flashckpt.core.lineage import Generation
 from flashckpt.errors import DamagedError, FormatVersionError, JobInUseError
-from flashckpt.planning.inventory import Generation
 from flashckpt.shm.inventory import Identity, NodeInventory, SlotEntry
 from flashckpt.shm.segment import Segment
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from flashckpt.core.intent import NodeMessage
+from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.machine.logs import LogCopy, configure, log_context, turn_over
 from flashckpt.daemon.persister import metrics
@@ -40,7 +41,6 @@ from flashckpt.errors import (
     SharedMemoryError,
 )
 from flashckpt.native.guarding import kept_maps
-from flashckpt.planning.inventory import Generation
 from flashckpt.shm.acks import whole_job
 from flashckpt.shm.gc import take_away
 from flashckpt.shm.inventory import Identity, NodeInventory, scan

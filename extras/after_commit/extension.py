@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from flashckpt.checkpoint.retention import kept_prefixes
+from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.environment import env
 from flashckpt.errors import FlashckptError
-from flashckpt.planning.inventory import Generation
 from flashckpt.printable import printable
 from flashckpt.shm.inventory import NodeInventory
 from flashckpt.shm.job_directory import JobConfig, JobDirectory

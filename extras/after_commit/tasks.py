@@ -17,10 +17,10 @@ from flashckpt.checkpoint.root_records import MANIFEST, read_generations
 from flashckpt.cli.common import parse_options
 from flashckpt.console.copying import copy_checkpoint
 from flashckpt.console.cp import cp
+from flashckpt.core.lineage import is_rolled_back
 from flashckpt.errors import ConfigError
 from flashckpt.interop import safetensors_files as st
 from flashckpt.interop.export_command import export, export_checkpoint, wanted_of
-from flashckpt.planning.inventory import is_rolled_back
 from flashckpt.storage.factory import is_process_local, open_store
 from flashckpt.storage.store import Store
 from flashckpt.trainer.hub.command import export as hub_export

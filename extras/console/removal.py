@@ -21,8 +21,8 @@ from flashckpt.cli.common import (
     root_options,
     show,
 )
+from flashckpt.core.lineage import is_rolled_back
 from flashckpt.errors import ConfigError, JobInUseError, NoCheckpointError
-from flashckpt.planning.inventory import is_rolled_back
 from flashckpt.storage.store import Store
 
 

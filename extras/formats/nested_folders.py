@@ -17,12 +17,12 @@ import torch
 from flashckpt.checkpoint import direct_writer
 from flashckpt.checkpoint.catalog import read_manifest
 from flashckpt.checkpoint.choice import OURS, choose_checkpoint
+from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard import Shard
 from flashckpt.errors import ConfigError, DamagedError, FlashckptError, NoCheckpointError
 from flashckpt.interop import nested_state
 from flashckpt.interop.target import replacing, sweep
-from flashckpt.planning.inventory import Generation
 from flashckpt.restore.executor import Target, execute_reads
 from flashckpt.restore.live_memory import bytes_of
 from flashckpt.restore.sources import StorageSource

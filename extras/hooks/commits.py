@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.environment import env
 from flashckpt.hooks.sender import COMMITTED, Hook
-from flashckpt.planning.inventory import Generation
 from flashckpt.shm.inventory import NodeInventory
 from flashckpt.shm.job_directory import JobConfig, JobDirectory
 

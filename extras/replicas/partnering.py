@@ -15,11 +15,12 @@ import numpy as np
 
 from flashckpt import collectives
 from flashckpt.collectives import HostGroup
+from flashckpt.core.lineage import BEGINNING
 from flashckpt.core.settings import Settings
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.environment import Environment, env
 from flashckpt.errors import FlashckptError
-from flashckpt.planning.inventory import BEGINNING, Inventory, host_names, local_world, node_names
+from flashckpt.planning.inventory import Inventory, host_names, local_world, node_names
 from flashckpt.planning.peer_index import owner_of
 from flashckpt.replicate import records
 from flashckpt.replicate.partners import partner_map, senders_to

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.environment import env
-from flashckpt.planning.inventory import Generation
 from flashckpt.replicate import records
 from flashckpt.replicate.receiver import Listener
 from flashckpt.replicate.records import NodeEndpoint, ReplicaRows, ReplicaSession

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from flashckpt.core.lineage import Generation, is_rolled_back
 from flashckpt.core.manifest import Manifest, decode_manifest, encode_table
 from flashckpt.core.records import CHUNK_BYTES, digest, mark_of
 from flashckpt.core.shard_table import chunk_counts
@@ -24,7 +25,6 @@ from flashckpt.core.superblock import SlotHeader
 from flashckpt.errors import DamagedError, FlashckptError, FormatVersionError
 from flashckpt.faults import crash_point
 from flashckpt.native import digest_ranges
-from flashckpt.planning.inventory import Generation, is_rolled_back
 from flashckpt.shm.acks import choose_slot
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Segment, SegmentSpec, SlotPinned, SlotState, SlotWriter

@@ -30,6 +30,7 @@ from flashckpt.checkpoint.root_records import (
 )
 from flashckpt.checkpoint.spread_reads import each_entry, read_rows
 from flashckpt.checkpoint.writer import read_start
+from flashckpt.core.lineage import Generation, is_rolled_back
 from flashckpt.core.manifest import Manifest, decode_manifest, header_of
 from flashckpt.core.schema import ManifestHeader, decode_manifest_header
 from flashckpt.core.snapshot_id import SnapshotId
@@ -42,7 +43,6 @@ from flashckpt.errors import (
     ObjectMissingError,
     may_pass,
 )
-from flashckpt.planning.inventory import Generation, is_rolled_back
 from flashckpt.planning.selection import RootSummary
 from flashckpt.storage.factory import open_in_rank
 from flashckpt.storage.store import Store

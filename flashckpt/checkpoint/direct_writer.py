@@ -16,6 +16,7 @@ import numpy as np
 from flashckpt.checkpoint.catalog import newest_checkpoint
 from flashckpt.checkpoint.root_records import check_fence, claim_generation, newest_generation, prefix_of
 from flashckpt.checkpoint.writer import commit
+from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest import Manifest, encode_manifest
 from flashckpt.core.records import chunk_digests
 from flashckpt.core.shard import SMALL_BYTES, Shard, place
@@ -23,7 +24,6 @@ from flashckpt.core.shard_table import ShardTable
 from flashckpt.errors import DamagedError, FormatVersionError, JobInUseError
 from flashckpt.faults import crash_point
 from flashckpt.native import digest_ranges
-from flashckpt.planning.inventory import Generation
 from flashckpt.planning.packs import PACK_BYTES, index_name, pack_name
 from flashckpt.shm.job_directory import jobs_in_memory
 from flashckpt.storage.factory import root_url

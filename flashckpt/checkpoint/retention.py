@@ -38,6 +38,7 @@ from flashckpt.checkpoint.root_records import (
     parallel,
     read_generations,
 )
+from flashckpt.core.lineage import is_rolled_back
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.records import is_sealed, pack, seal, unpack, unseal
 from flashckpt.core.snapshot_id import SnapshotId
@@ -50,7 +51,6 @@ from flashckpt.errors import (
     StoreError,
 )
 from flashckpt.faults import crash_point
-from flashckpt.planning.inventory import is_rolled_back
 from flashckpt.storage.store import ObjectInfo, Objects, Store
 
 _log = logging.getLogger(__name__)

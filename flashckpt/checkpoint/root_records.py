@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 
 import msgpack
 
+from flashckpt.core.lineage import BEGINNING, Generation
 from flashckpt.core.records import Record, is_sealed, mark_of, pack, seal, unpack, unseal
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, FencedError, FormatVersionError, ObjectMissingError, RootError
 from flashckpt.faults import crash_point
-from flashckpt.planning.inventory import BEGINNING, Generation
 from flashckpt.storage.store import Store
 
 MANIFEST = "MANIFEST"

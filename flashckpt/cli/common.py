@@ -18,9 +18,9 @@ from flashckpt.checkpoint.choice import choose_checkpoint
 from flashckpt.checkpoint.marks import NAME, names_of
 from flashckpt.checkpoint.root_records import read_generations
 from flashckpt.cli.output import FittingTable, OutputConsole
+from flashckpt.core.lineage import is_rolled_back
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import ConfigError, FlashckptError, NoCheckpointError
-from flashckpt.planning.inventory import is_rolled_back
 from flashckpt.printable import printable, to_json
 from flashckpt.shm.job_directory import JobDirectory, jobs_in_memory
 from flashckpt.shm.private import Skipped

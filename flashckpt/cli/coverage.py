@@ -15,11 +15,11 @@ from rich.table import Table
 
 from flashckpt.cli.common import human_bytes, jobs_on_this_machine, new_table
 from flashckpt.cli.replicas import lag_in_words, replica_slots
+from flashckpt.core.lineage import is_rolled_back
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard import Shard
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.errors import ConfigError
-from flashckpt.planning.inventory import is_rolled_back
 from flashckpt.planning.pieces import cut_pieces, merge_pieces
 from flashckpt.planning.read_plan import coverage, plan_reads
 from flashckpt.printable import counted

@@ -9,9 +9,9 @@ from typing import Any
 
 from flashckpt import entry_points
 from flashckpt.cli.common import human_bytes, jobs_on_this_machine
+from flashckpt.core.lineage import Generation, is_rolled_back
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError
-from flashckpt.planning.inventory import Generation, is_rolled_back
 from flashckpt.plugin import ReplicaNodes
 from flashckpt.shm.inventory import SlotEntry
 from flashckpt.shm.job_directory import JobDirectory

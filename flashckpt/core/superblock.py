@@ -183,7 +183,7 @@ class SlotHeader:
         manifest_bytes, manifest_digest: Of the manifest area; 0 unless COMPLETE.
         data_bytes: Used bytes of the data area; 0 unless COMPLETE.
         suspect: Some tensor in it holds numbers that are not finite, and did not before: 1; 2 if no other rank holds it.
-        mark: Of the token of its generation, as `core.records.mark_of` makes it; 0 where an earlier release wrote it.
+        mark: Of the token of its generation, as `core.digest.mark_of` makes it; 0 where an earlier release wrote it.
     """
 
     sequence: int = 0

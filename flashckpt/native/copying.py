@@ -72,7 +72,7 @@ def copy_and_digest(
 ) -> Digests:
     """Copy rows of memory and return their digests: the bytes are read once, and the GIL is not held.
 
-    Every chunk of 1 MiB of a row, counted from the row's start, gets the digest that `core.records.digest` gives it. It is taken
+    Every chunk of 1 MiB of a row, counted from the row's start, gets the digest that `core.digest` gives it. It is taken
     of the source, right behind the copy: a source that somebody writes meanwhile does not verify. All bytes are visible to
     other processes when this returns.
 

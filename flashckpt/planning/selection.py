@@ -6,24 +6,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from flashckpt.core.lineage import (
+    Generation,
+    SlotRecord,
+    by_preference,
+    common,
+    is_rolled_back,
+    partially_held,
+)
 from flashckpt.core.records import pack, unpack
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, DisagreementError, FlashckptError, NoCheckpointError, RootError, StoreError
 from flashckpt.planning.inventory import (
-    Generation,
     Inventory,
-    SlotRecord,
     bad_steps,
-    by_preference,
-    common,
     counting_marks,
     counts,
     host_names,
-    is_rolled_back,
     line_behind,
     marks_of,
     node_names,
-    partially_held,
 )
 
 # -- What a root holds of a job's checkpoints, as far as the choice of a restore point needs it --------------------

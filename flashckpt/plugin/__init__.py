@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from flashckpt.storage.store import Store, StoreType
 
 if TYPE_CHECKING:
+    from flashckpt.core.lineage import Generation
     from flashckpt.core.snapshot_id import SnapshotId
-    from flashckpt.planning.inventory import Generation
     from flashckpt.restore.coordinator import RestoreOutcome
     from flashckpt.shm.inventory import NodeInventory
     from flashckpt.shm.job_directory import JobConfig, JobDirectory

@@ -14,17 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from flashckpt.core.lineage import BEGINNING, Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError, StoreError, may_pass
-from flashckpt.planning.inventory import (
-    BEGINNING,
-    Generation,
-    Inventory,
-    is_restart,
-    local_world,
-    memory_is_current,
-    node_names,
-)
+from flashckpt.planning.inventory import Inventory, is_restart, local_world, memory_is_current, node_names
 from flashckpt.planning.selection import (
     Candidate,
     Candidates,

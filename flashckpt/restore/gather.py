@@ -20,11 +20,12 @@ import msgpack
 from flashckpt import collectives, errors
 from flashckpt.checkpoint import catalog, root_records
 from flashckpt.checkpoint.root_records import read_generations
+from flashckpt.core.lineage import BEGINNING, Generation, is_rolled_back
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.environment import env
 from flashckpt.errors import ConfigError, DamagedError, FlashckptError, RootError
 from flashckpt.faults import crash_point
-from flashckpt.planning.inventory import BEGINNING, Generation, HeldSlot, Inventory, Member, is_rolled_back, unpack_all
+from flashckpt.planning.inventory import HeldSlot, Inventory, Member, unpack_all
 from flashckpt.planning.selection import Candidates, RestoreRequest, RootSummary, refuse_damage, require_same_request
 from flashckpt.report import guarded
 from flashckpt.shm.control import Control, ControlView

@@ -19,11 +19,12 @@ import torch.distributed as dist
 
 from flashckpt import entry_points
 from flashckpt.accelerator import index_of
+from flashckpt.core.lineage import BEGINNING
 from flashckpt.core.settings import Settings
 from flashckpt.environment import env
 from flashckpt.errors import FlashckptError
 from flashckpt.native import IMPLEMENTATIONS, implementation
-from flashckpt.planning.inventory import BEGINNING, Inventory, local_world
+from flashckpt.planning.inventory import Inventory, local_world
 from flashckpt.planning.odd_node import odd_node
 from flashckpt.plugin import ReplicaPlan
 from flashckpt.report import guarded, notice

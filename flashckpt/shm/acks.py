@@ -17,10 +17,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from flashckpt.core.lineage import Generation, is_rolled_back
 from flashckpt.core.snapshot_id import NEVER, SnapshotId
 from flashckpt.core.superblock import SlotHeader
 from flashckpt.errors import DamagedError
-from flashckpt.planning.inventory import Generation, is_rolled_back
 from flashckpt.shm.control import MAX_COMPLETE, Control, ControlView, RankAcks, published_in
 
 # -- What a group of ranks (a node, the whole job) has acknowledged, in one record of bounded size. Pure -----------

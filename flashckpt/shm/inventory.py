@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from flashckpt.core.lineage import Generation, is_rolled_back
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, FormatVersionError
-from flashckpt.planning.inventory import Generation, is_rolled_back
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Pin, Segment, SlotHeader, SlotState
 

@@ -10,10 +10,10 @@ import threading
 import time
 from pathlib import Path
 
+from flashckpt.core.lineage import Generation
 from flashckpt.core.settings import checked
 from flashckpt.environment import env
 from flashckpt.errors import DamagedError, JobInUseError, SharedMemoryError
-from flashckpt.planning.inventory import Generation
 from flashckpt.shm import private
 from flashckpt.shm.block import SEGMENT_NAME
 from flashckpt.shm.lease import Lease, is_at

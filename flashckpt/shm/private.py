@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flashckpt.core.lineage import Generation
 from flashckpt.core.records import Record, pack, seal, unpack, unseal
 from flashckpt.core.snapshot_id import BEFORE_ALL, SnapshotId
 from flashckpt.errors import ConfigError, DamagedError, SharedMemoryError
-from flashckpt.planning.inventory import Generation
 from flashckpt.shm import block
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC

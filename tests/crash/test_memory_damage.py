@@ -15,9 +15,9 @@ from support.memory_tier import FakeJob
 from support.one_rank import agent_of_the_test  # noqa: F401 -- a fixture
 
 from flashckpt import Checkpointer
+from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, PersistError
-from flashckpt.planning.inventory import Generation
 from flashckpt.shm.control import PAGE, Control, RankAcks
 from flashckpt.shm.inventory import scan
 from flashckpt.shm.job_directory import JobDirectory

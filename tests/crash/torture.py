@@ -30,9 +30,9 @@ from support.agents import pretend_agent
 from support.lineage import newest
 from support.memory import ended, fork, request_of, spec_of, take, verified
 
+from flashckpt.core.lineage import Generation, SlotRecord, common, is_rolled_back
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError
-from flashckpt.planning.inventory import Generation, SlotRecord, common, is_rolled_back
 from flashckpt.shm.acks import SnapshotAcks, choose_slot
 from flashckpt.shm.control import Control
 from flashckpt.shm.segment import Segment, SlotPinned

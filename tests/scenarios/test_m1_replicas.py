@@ -17,9 +17,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from flashckpt.core.lineage import Generation, SlotRecord, common, is_rolled_back
 from flashckpt.core.snapshot_id import NEVER, SnapshotId
 from flashckpt.core.superblock import SlotHeader, SlotState
-from flashckpt.planning.inventory import Generation, SlotRecord, common, is_rolled_back
 from flashckpt.replicate.partners import partner_map
 from flashckpt.replicate.replica_rounds import NodeReport, RoundDecision, newest
 from flashckpt.replicate.round_memory import DecidingMemory, PartnerView, RoundMemory

@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from flashckpt.core.lineage import Generation, SlotRecord, by_preference, common, is_rolled_back, partially_held
 from flashckpt.core.snapshot_id import NEVER, SnapshotId
 from flashckpt.core.superblock import SlotHeader, SlotState
 from flashckpt.daemon.persister.retire import superseded
-from flashckpt.planning.inventory import Generation, SlotRecord, by_preference, common, is_rolled_back, partially_held
 from flashckpt.shm.acks import NOBODY, AckedSnapshots, GroupAcks, choose_slot, combine_acks, merge_acks, node_acks
 from flashckpt.shm.control import RankAcks
 from flashckpt.shm.inventory import NodeInventory, SlotEntry

@@ -13,11 +13,11 @@ from support.negotiations import Node, Root
 from support.paths import TESTS
 from support.transcripts import play
 
+from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister import agreement, messaging, negotiation, persist, protocol
 from flashckpt.daemon.persister.negotiation import Negotiation
 from flashckpt.daemon.persister.protocol import Cause
-from flashckpt.planning.inventory import Generation
 
 SCENARIOS = sorted((TESTS / "scenarios").glob("*.txt"))
 

@@ -10,8 +10,8 @@ from functools import partial
 from random import Random
 from typing import Any
 
+from flashckpt.core.lineage import BEGINNING
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.planning.inventory import BEGINNING
 from flashckpt.shm.job_directory import JobConfig
 from simulation import memory, replicas, seams
 from simulation.agents import Agents

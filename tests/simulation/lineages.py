@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from flashckpt.core.lineage import Generation
 from flashckpt.core.records import mark_of
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.planning.inventory import Generation
 from simulation.states import State
 
 

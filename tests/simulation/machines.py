@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest import Manifest, encode_manifest
 from flashckpt.core.records import chunk_digests
 from flashckpt.core.schema import TensorFigures
@@ -20,7 +21,6 @@ from flashckpt.core.snapshot_id import SnapshotId, SnapshotRequest
 from flashckpt.core.superblock import SegmentSpec, Superblock, encode_superblock
 from flashckpt.daemon.persister.service import Daemon
 from flashckpt.daemon.persister.timeouts import DaemonTimeouts
-from flashckpt.planning.inventory import Generation
 from flashckpt.sampler import ElasticSampler
 from flashckpt.session.durability import Wanted
 from flashckpt.shm.ack_relay import AckRelay

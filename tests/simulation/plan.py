@@ -10,9 +10,9 @@ from random import Random
 
 from flashckpt.checkpoint.retention import keep
 from flashckpt.checkpoint.root_records import GENERATIONS, encode_claim, parse_prefix, prefix_of
+from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError
-from flashckpt.planning.inventory import Generation
 from simulation.clock import CLOCK
 from simulation.job import Job, Setup
 from simulation.machines import Node

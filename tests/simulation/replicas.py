@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 
+from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister import service as daemon
 from flashckpt.errors import FlashckptError
 from flashckpt.peer_link import StrangerError
-from flashckpt.planning.inventory import Generation
 from flashckpt.replicate import receiver, records, rounds, sender, service, slots
 from flashckpt.replicate.partners import partner_map
 from flashckpt.replicate.records import ReplicaRows, ReplicaSession

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 from flashckpt.checkpoint.catalog import read_root
 from flashckpt.checkpoint.retention import reading
 from flashckpt.checkpoint.root_records import prefix_of
+from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.records import digest
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, FlashckptError, may_pass
-from flashckpt.planning.inventory import Generation, Inventory, memory_is_current, node_names, unpack_all
+from flashckpt.planning.inventory import Inventory, memory_is_current, node_names, unpack_all
 from flashckpt.planning.selection import Candidate, Candidates, RootSummary, missing_on_root, refuse_damage, select
 from flashckpt.restore import gather
 from flashckpt.shm import node_processes

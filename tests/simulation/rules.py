@@ -6,12 +6,12 @@ from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 from flashckpt.checkpoint.root_records import TOMBSTONE, decode_claim, parse_prefix, prefix_of
+from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest import decode_manifest
 from flashckpt.core.records import digest, mark_of
 from flashckpt.core.snapshot_id import NOTHING, SnapshotId
 from flashckpt.daemon.persister.persist import EARLIER_PATIENCE_S
 from flashckpt.errors import FlashckptError
-from flashckpt.planning.inventory import Generation
 from simulation import memory
 from simulation.clock import CLOCK
 from simulation.lineages import Lineages

@@ -28,6 +28,7 @@ from flashckpt.checkpoint.retention import encode_lease, leased_prefixes
 from flashckpt.checkpoint.root_records import decode_claim, encode_claim
 from flashckpt.core import superblock
 from flashckpt.core.intent import Intent, NodeProposal
+from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest import Manifest, ShardTable, cover, decode_manifest, encode_manifest, header_of, merge
 from flashckpt.core.outline import outline_of
 from flashckpt.core.records import chunk_digests, digest, seal
@@ -42,7 +43,6 @@ from flashckpt.daemon.zygote import messages
 from flashckpt.errors import DamagedError
 from flashckpt.interop.incoming import detect, open_foreign
 from flashckpt.interop.selection import Selection
-from flashckpt.planning.inventory import Generation
 from flashckpt.planning.packs import index_manifest, plan_packs
 from flashckpt.planning.peer_index import encode_held_rows
 from flashckpt.sampler.datasets import index_file

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from flashckpt.core.lineage import Generation, is_rolled_back
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.planning.inventory import Generation, is_rolled_back
 
 
 def newest(identities: Iterable[SnapshotId], generations: Sequence[Generation] = ()) -> SnapshotId | None:

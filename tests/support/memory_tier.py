@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest import Manifest, encode_manifest
 from flashckpt.core.records import chunk_digests
 from flashckpt.core.shard import Shard, layout_hash, place
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.planning.inventory import Generation
 from flashckpt.shm.acks import choose_slot
 from flashckpt.shm.job_directory import JobConfig, JobDirectory
 from flashckpt.shm.lease import Lease

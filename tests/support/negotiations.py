@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flashckpt.core.intent import Intent, NodeMessage, NodeProposal
+from flashckpt.core.lineage import Generation, is_rolled_back
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.core.superblock import SlotHeader, SlotState
 from flashckpt.daemon.persister import protocol as p
 from flashckpt.daemon.persister.negotiation import Negotiation
 from flashckpt.daemon.persister.protocol import Action, Cause, Event, Outcome
-from flashckpt.planning.inventory import Generation, is_rolled_back
 from flashckpt.shm.inventory import NodeInventory, SlotEntry
 
 

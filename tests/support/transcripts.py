@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister import protocol as p
 from flashckpt.daemon.persister.protocol import Cause
-from flashckpt.planning.inventory import Generation
 from support.negotiations import Node, Root
 
 

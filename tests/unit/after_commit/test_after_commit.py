@@ -30,12 +30,12 @@ from flashckpt.checkpoint.marks import keep_as
 from flashckpt.checkpoint.retention import Policy, leased_prefixes, prune
 from flashckpt.checkpoint.root_records import claim_generation, prefix_of
 from flashckpt.cli.verify import verify_checkpoint
+from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.machine.process import has_ended
 from flashckpt.environment import Environment
 from flashckpt.errors import ConfigError
 from flashckpt.interop import safetensors_files as st
-from flashckpt.planning.inventory import Generation
 from flashckpt.storage.factory import open_store
 from flashckpt.trainer.hub.transfer import import_folder
 

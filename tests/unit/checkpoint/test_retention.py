@@ -50,10 +50,10 @@ from flashckpt.checkpoint.root_records import (
 from flashckpt.checkpoint.sweeping import sweep
 from flashckpt.checkpoint.writer import commit, persist_slot
 from flashckpt.core.intent import Intent
+from flashckpt.core.lineage import Generation
 from flashckpt.core.schema import HEAD_BYTES, TensorFigures
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, NoCheckpointError, RootError
-from flashckpt.planning.inventory import Generation
 from flashckpt.storage.factory import open_store
 from flashckpt.storage.posix import PosixStore
 from flashckpt.storage.store import Store

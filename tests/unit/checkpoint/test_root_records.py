@@ -14,11 +14,11 @@ from flashckpt.checkpoint.retention import ReadLease, leased_prefixes
 from flashckpt.checkpoint.root_records import check_fence, claim_generation, claimed_token, prefix_of, read_generations
 from flashckpt.checkpoint.writer import commit, persist_slot
 from flashckpt.core.intent import Intent
+from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest import decode_manifest, encode_manifest
 from flashckpt.core.records import mark_of
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, FencedError, PersistError
-from flashckpt.planning.inventory import Generation
 from flashckpt.planning.packs import index_name
 from flashckpt.storage.factory import open_store
 from flashckpt.storage.store import Store

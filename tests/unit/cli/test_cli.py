@@ -28,11 +28,11 @@ from flashckpt.checkpoint.history import SessionRecord, write_session
 from flashckpt.checkpoint.root_records import claim_generation
 from flashckpt.cli import ls as ls_command
 from flashckpt.cli import main as cli
+from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister.service import Daemon
 from flashckpt.daemon.persister.timeouts import DaemonTimeouts
 from flashckpt.native import IMPLEMENTATIONS, implementation
-from flashckpt.planning.inventory import Generation
 from flashckpt.shm import inventory
 from flashckpt.shm.block import huge_pages
 from flashckpt.shm.control import Control

@@ -18,9 +18,9 @@ from flashckpt.checkpoint.root_records import claim_generation, prefix_of
 from flashckpt.checkpoint.series import write_series
 from flashckpt.checkpoint.writer import commit, persist_slot
 from flashckpt.cli import main as cli
+from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import ConfigError, NoCheckpointError
-from flashckpt.planning.inventory import Generation
 from flashckpt.storage.factory import open_store
 from flashckpt.storage.store import Store
 

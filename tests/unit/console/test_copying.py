@@ -22,10 +22,10 @@ from flashckpt.cli import main as cli
 from flashckpt.cli.verify import verify_checkpoint
 from flashckpt.console import copying
 from flashckpt.console.copying import copy_checkpoint
+from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import ConfigError, DamagedError, FencedError
 from flashckpt.faults import CRASH_POINTS
-from flashckpt.planning.inventory import Generation
 from flashckpt.storage.factory import open_store
 from flashckpt.storage.store import Store
 

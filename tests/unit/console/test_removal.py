@@ -20,9 +20,9 @@ from flashckpt.checkpoint.writer import commit, persist_slot
 from flashckpt.cli import main as cli
 from flashckpt.cli.common import jobs_on_this_machine
 from flashckpt.console import removal
+from flashckpt.core.lineage import Generation
 from flashckpt.core.schema import TensorFigures
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.planning.inventory import Generation
 from flashckpt.storage.factory import open_store
 from flashckpt.storage.store import Store
 

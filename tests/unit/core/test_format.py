@@ -25,6 +25,7 @@ from flashckpt.checkpoint.retention import decode_lease, encode_lease
 from flashckpt.checkpoint.root_records import decode_claim, encode_claim
 from flashckpt.core import superblock
 from flashckpt.core.intent import Intent, NodeProposal
+from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest import Manifest, ShardTable, cover, decode_manifest, encode_manifest, header_of, merge
 from flashckpt.core.outline import encode_outline, outline_of
 from flashckpt.core.records import chunk_digests, digest, mark_of
@@ -35,7 +36,6 @@ from flashckpt.core.spread import IndexEntry, Spread, decode_spread, encode_spre
 from flashckpt.core.superblock import SegmentSpec, SlotHeader, SlotState, Superblock
 from flashckpt.core.values import concatenate, cut
 from flashckpt.errors import DamagedError, DisagreementError, FormatVersionError
-from flashckpt.planning.inventory import Generation
 from flashckpt.shm import control, segment_file
 from flashckpt.shm.acks import GroupAcks, decode_group, encode_group
 from flashckpt.shm.control import Control, RankAcks

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.lineage import newest
 
+from flashckpt.core.lineage import Generation, SlotRecord, by_preference, common, is_rolled_back, partially_held
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.planning.inventory import Generation, SlotRecord, by_preference, common, is_rolled_back, partially_held
 
 
 def record(rank: int, generation: int, step: int, world_size: int = 2, node: int = 0) -> SlotRecord:

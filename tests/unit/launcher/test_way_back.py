@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.launcher import way_back as module
 from flashckpt.daemon.launcher.budget import RestartDecision
 from flashckpt.daemon.launcher.options import LaunchOutcome
 from flashckpt.daemon.launcher.way_back import WayBack, way_back
 from flashckpt.errors import StoreError
-from flashckpt.planning.inventory import Generation
 
 FIX = "fix the script; its traceback is above"
 

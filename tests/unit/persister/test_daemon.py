@@ -121,7 +121,7 @@ def test_persist_now_while_training_goes_on_persists_once_not_every_snapshot(job
 
 def test_another_run_claimed_the_generation_nothing_is_persisted(job: FakeJob) -> None:
     from flashckpt.checkpoint.root_records import claim_generation
-    from flashckpt.planning.inventory import Generation
+    from flashckpt.core.lineage import Generation
 
     store = open_store(job.root)
     assert claim_generation(store, Generation(number=1, token="other"))
@@ -135,7 +135,7 @@ def test_another_run_claimed_the_generation_nothing_is_persisted(job: FakeJob) -
 
 def test_newer_generation_on_the_root_fences_the_older_daemon(job: FakeJob) -> None:
     from flashckpt.checkpoint.root_records import claim_generation
-    from flashckpt.planning.inventory import Generation
+    from flashckpt.core.lineage import Generation
 
     store = open_store(job.root)
     assert claim_generation(store, Generation(number=7, token="newer"))

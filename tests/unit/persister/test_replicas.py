@@ -18,11 +18,11 @@ from support.ranks import wait_for
 from support.replicas import Replicating, everywhere, memory_of, replicas_of, replication, turn_all
 
 from flashckpt.cli.main import main
+from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest import encode_manifest
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister.service import Daemon
 from flashckpt.faults import CRASH_POINTS
-from flashckpt.planning.inventory import Generation
 from flashckpt.replicate import records, rounds
 from flashckpt.replicate.connections import SMALL, linked
 from flashckpt.replicate.replica_rounds import NodeReport, RoundDecision

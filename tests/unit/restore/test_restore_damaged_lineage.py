@@ -16,8 +16,8 @@ from torch import nn
 from flashckpt import Checkpointer
 from flashckpt.checkpoint.root_records import claim_generation
 from flashckpt.cli.main import main
+from flashckpt.core.lineage import Generation
 from flashckpt.errors import DamagedError
-from flashckpt.planning.inventory import Generation
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.storage.factory import open_store
 

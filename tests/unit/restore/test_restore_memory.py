@@ -17,10 +17,10 @@ from support.memory_tier import FakeJob, FakeRank, split
 
 from flashckpt import faults
 from flashckpt.checkpoint.catalog import list_checkpoints, read_manifest
+from flashckpt.core.lineage import Generation
 from flashckpt.core.shard import Shard
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, ShardGapError
-from flashckpt.planning.inventory import Generation
 from flashckpt.planning.selection import Candidates
 from flashckpt.restore import gather
 from flashckpt.restore.candidate_sources import open_memory

@@ -16,6 +16,7 @@ from torch import nn
 from unit.planning.test_directory import box, manifest
 
 from flashckpt import Checkpointer, collectives
+from flashckpt.core.lineage import Generation
 from flashckpt.core.records import mark_of
 from flashckpt.core.shard import Shard
 from flashckpt.core.shard_table import ShardTable
@@ -23,7 +24,7 @@ from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, DisagreementError, TensorMismatchError, UnsupportedStateError
 from flashckpt.native import LEVEL_VARIABLE, levels
 from flashckpt.planning.box_match import has_same_regions
-from flashckpt.planning.inventory import Generation, HeldSlot, Inventory, Member, left_out, memory_is_current
+from flashckpt.planning.inventory import HeldSlot, Inventory, Member, left_out, memory_is_current
 from flashckpt.planning.read_plan import SourceNames
 from flashckpt.planning.selection import RootSummary, select, slot_locations
 from flashckpt.restore import candidate, candidate_restore, live_memory

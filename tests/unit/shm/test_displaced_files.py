@@ -27,10 +27,10 @@ from flashckpt.checkpoint.retention import Policy
 from flashckpt.checkpoint.root_records import claim_generation, prefix_of, read_generations
 from flashckpt.checkpoint.writer import commit, persist_slot
 from flashckpt.core.intent import NodeMessage
+from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister.housekeeping import sweep_root
 from flashckpt.errors import FlashckptError, SharedMemoryError, StoreError
-from flashckpt.planning.inventory import Generation
 from flashckpt.shm.control import Control, ControlView
 from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory, memory_root
 from flashckpt.shm.messages import MessageFiles

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from support.memory import killed_at, restorable, spec_of, take
 
+from flashckpt.core.lineage import Generation
 from flashckpt.errors import JobInUseError, NoCheckpointError
-from flashckpt.planning.inventory import Generation
 from flashckpt.shm.gc import dead_memory, remove, remove_unused
 from flashckpt.shm.job_directory import JobDirectory, memory_root
 from flashckpt.shm.segment import Segment

@@ -13,9 +13,9 @@ import pytest
 from support.memory import ended, fork
 from support.ranks import wait_for
 
+from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import ConfigError, DamagedError, FormatVersionError, JobInUseError, SharedMemoryError
-from flashckpt.planning.inventory import Generation
 from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory, memory_root
 from flashckpt.shm.lease import Lease
 from flashckpt.storage.factory import earlier_job_id, job_id, job_id_of_root, root_digest, root_url

@@ -17,10 +17,10 @@ from support.memory import ended, fork, spec_of
 
 from flashckpt.bench import scratch
 from flashckpt.cli import main as cli
+from flashckpt.core.lineage import Generation
 from flashckpt.daemon.launcher.watch import JobWatch
 from flashckpt.daemon.zygote import worker
 from flashckpt.errors import ConfigError, SharedMemoryError
-from flashckpt.planning.inventory import Generation
 from flashckpt.shm.gc import look
 from flashckpt.shm.job_directory import JobDirectory, memory_root
 from flashckpt.shm.private import create_file, private_directories, private_directory

@@ -18,10 +18,10 @@ from flashckpt.checkpoint.retention import Policy
 from flashckpt.checkpoint.root_records import claim_generation, prefix_of
 from flashckpt.checkpoint.sweeping import sweep
 from flashckpt.checkpoint.writer import commit, persist_slot
+from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister.housekeeping import sweep_root
 from flashckpt.errors import DamagedError, FlashckptError, ObjectMissingError, StoreError
-from flashckpt.planning.inventory import Generation
 from flashckpt.storage import conditional, s3_session
 from flashckpt.storage.factory import open_store
 from flashckpt.storage.store import PART_BYTES, Store

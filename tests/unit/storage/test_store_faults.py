@@ -23,8 +23,8 @@ from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.checkpoint.indexes import missing_writers
 from flashckpt.checkpoint.root_records import claim_generation, owns_generation, prefix_of
 from flashckpt.checkpoint.writer import commit, persist_slot
+from flashckpt.core.lineage import Generation
 from flashckpt.errors import ConfigError, DamagedError, FlashckptError, RootError, StoreError
-from flashckpt.planning.inventory import Generation
 from flashckpt.storage import posix
 from flashckpt.storage.conditional import publish_unconditional
 from flashckpt.storage.factory import is_process_local, open_store
