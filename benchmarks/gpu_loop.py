@@ -22,8 +22,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 -- as everybody calls it
 
 from flashckpt import Checkpointer
+from flashckpt.shm.agent_folder import LOCK
 from flashckpt.shm.lease import Lease
-from flashckpt.shm.node_processes import LOCK
 
 LAYERS, HEAD, ROWS, LENGTH = 28, 128, 4, 1024
 

@@ -29,8 +29,8 @@ def restore(shm: str, root: str, agent: str, nbytes: int) -> None:
     import torch
 
     from flashckpt import Checkpointer
+    from flashckpt.shm.agent_folder import LOCK
     from flashckpt.shm.lease import Lease
-    from flashckpt.shm.node_processes import LOCK
 
     held = Lease(Path(agent) / LOCK, create=True)
     assert held.exclusive(0)  # as under an agent: no daemon is started

@@ -30,10 +30,10 @@ from flashckpt import Checkpointer
 from flashckpt.bench.measure import LoadWatch, document, write_json
 from flashckpt.checkpoint.writer import PersistOptions, write_packs
 from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.shm.agent_folder import LOCK
 from flashckpt.shm.inventory import pin_all, release, scan
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.lease import Lease
-from flashckpt.shm.node_processes import LOCK
 from flashckpt.storage.store import Store
 
 VARIANTS = {"two, given back": (2, True), "two, kept until the commit": (2, False), "three": (3, False)}

@@ -10,7 +10,7 @@ from flashckpt import entry_points
 from flashckpt.environment import env
 from flashckpt.errors import RESUME_EXIT_CODE, ConfigError, FlashckptError
 from flashckpt.plugin import TrainerCommand
-from flashckpt.shm.node_processes import agent_folder
+from flashckpt.shm.agent_folder import agent_folder
 from flashckpt.trainer.config import RunConfig, read_config, to_toml, without_secrets
 from flashckpt.trainer.config.command_line import take_flag, take_value
 from flashckpt.trainer.parallel.float8_layers import refuse_without_torchao

@@ -54,7 +54,7 @@ from flashckpt.daemon.machine.process import become_subreaper
 from flashckpt.daemon.zygote.client import ZygoteClient
 from flashckpt.environment import env
 from flashckpt.errors import FINAL_CODES, PASSING_CODES, FlashckptError, LayoutError
-from flashckpt.shm import job_key, node_processes
+from flashckpt.shm import agent_folder, job_key
 from flashckpt.shm.control import ControlRow
 
 _log = logging.getLogger("flashckpt.dlrun")
@@ -108,7 +108,7 @@ class DlrunAgent(LocalElasticAgent):
         self._signals = StopSignals(names, raise_signal)
         self._watch = JobWatch()
         if key := job_key.derived(job_secret.read_secret(), "ranks"):
-            node_processes.write_key(self._watch.agent_dir, key)
+            agent_folder.write_key(self._watch.agent_dir, key)
         self._stop = AgreedStop(self._watch, self._options.grace_s)
         self._reporter = FailureReporter(self._watch, self._options.ledger)
         self._incidents = Incidents(self._watch)
@@ -222,7 +222,7 @@ class DlrunAgent(LocalElasticAgent):
         Raises:
             NodeCheckError: the job can do without this node.
         """
-        steps = node_processes.bad_numbers(self._watch.agent_dir)
+        steps = agent_folder.bad_numbers(self._watch.agent_dir)
         if len(steps) < _BAD_STEPS:
             return
         what = f"numbers became NaN or infinite on {socket.gethostname()} alone, in steps {', '.join(map(str, steps))}"
@@ -243,7 +243,7 @@ class DlrunAgent(LocalElasticAgent):
         if self._watch.control() is None and ran_s > REFILL_S:
             return None
         ranks = {worker.global_rank: int(worker.id) for worker in workers}
-        waited = node_processes.waited_at(self._watch.agent_dir)
+        waited = agent_folder.waited_at(self._watch.agent_dir)
         return self._stalls.look(time.monotonic(), ranks, is_starting=is_starting, waited=waited)
 
     def _see_slow_start(self, context: WorkerContext, rows: Sequence[ControlRow]) -> None:
@@ -285,7 +285,7 @@ class DlrunAgent(LocalElasticAgent):
 
     def _end_suspects(self) -> None:
         restored = max((row.restored_step for row in self._rows()), default=-1)
-        node_processes.end_suspects(self._watch.agent_dir, self._starts, restored)
+        agent_folder.end_suspects(self._watch.agent_dir, self._starts, restored)
 
     def _rows(self) -> list[ControlRow]:
         return self._watch.rows(set(self._pcontext.pids().values())) if self._pcontext else []
@@ -302,7 +302,7 @@ class DlrunAgent(LocalElasticAgent):
             raise refused from error
         self._rendezvous_s = time.monotonic() - begun
         if self._stores.has_missed:
-            node_processes.note_missed(self._watch.agent_dir)
+            agent_folder.note_missed(self._watch.agent_dir)
         if (others := self._others(worker_group)) is not None:
             ranks = [worker.global_rank for worker in worker_group.workers]
             findings.introduce(others.store, others.rank, host=socket.gethostname(), ranks=ranks)

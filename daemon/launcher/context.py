@@ -34,7 +34,7 @@ from flashckpt.daemon.machine.process import (
 )
 from flashckpt.daemon.zygote.client import Unavailable, ZygoteClient
 from flashckpt.daemon.zygote.rehearse import NO_REHEARSAL
-from flashckpt.shm import node_processes
+from flashckpt.shm import agent_folder
 
 _log = logging.getLogger("flashckpt.dlrun")
 _SETTLE_S = 0.25
@@ -139,7 +139,7 @@ class WorkerContext(PContext):
         """Let the zygote have processes ready for the next generation; to be called again and again while all ranks train."""
         scripts = self._scripts
         if scripts and self.forked:
-            count, late = min(self._standbys, self.nprocs), node_processes.late_variable(agent_dir)
+            count, late = min(self._standbys, self.nprocs), agent_folder.late_variable(agent_dir)
             self._zygote.keep_standbys(count, lambda rank: self._request(rank, scripts[rank]), late=late)
 
     def _request(self, local_rank: int, script: ScriptCommand) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class WorkerContext(PContext):
             "cpus": self._cpus.get(local_rank),
             "error_file": environment.get("TORCHELASTIC_ERROR_FILE", ""),
             "stacks_file": environment.get("FLASHCKPT_STACKS_FILE", ""),
-            "late_file": f"{folder}/{node_processes.LATE}" if self._standbys and folder else "",
+            "late_file": f"{folder}/{agent_folder.LATE}" if self._standbys and folder else "",
         }
 
     def _spawn(self, local_rank: int) -> int:
@@ -302,7 +302,7 @@ class WorkerContext(PContext):
     def _clear_display(self) -> None:
         """Erase what a rank that was killed has drawn at the end of the screen; the cursor is at the beginning of it."""
         folder = next((env["FLASHCKPT_AGENT_DIR"] for env in self.envs.values() if "FLASHCKPT_AGENT_DIR" in env), "")
-        if folder and node_processes.forget_display(Path(folder)):
+        if folder and agent_folder.forget_display(Path(folder)):
             for fd in (fd for fd in (2, 1) if os.isatty(fd)):
                 with contextlib.suppress(OSError):  # the terminal was closed
                     os.write(fd, b"\r\x1b[J")

@@ -20,14 +20,14 @@ from flashckpt.daemon.machine.process import reap, zombies
 from flashckpt.environment import env
 from flashckpt.errors import DamagedError, FlashckptError, PersistError
 from flashckpt.printable import printable
-from flashckpt.shm import node_processes
+from flashckpt.shm import agent_folder
 from flashckpt.shm.control import ControlRow, ControlView
 from flashckpt.shm.inventory import scan
 from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory, memory_root
 from flashckpt.shm.lease import Lease
-from flashckpt.shm.node_processes import LOG_NAME, in_one_line
 from flashckpt.shm.persisted import await_persister
 from flashckpt.shm.persister_owner import LOOK_S, PersisterOwner
+from flashckpt.shm.persister_process import LOG_NAME, in_one_line
 from flashckpt.shm.private import private_directories, private_directory, remove_tree
 
 LIMIT_S = 600.0
@@ -85,7 +85,7 @@ class JobWatch:
         """
         path = None
         try:
-            path = node_processes.read_job(self.agent_dir)
+            path = agent_folder.read_job(self.agent_dir)
             if path is None or (self.job is not None and self.job.path == path):
                 return self.job
             if self._live is not None and self._live.held_by_other(0):
@@ -148,11 +148,11 @@ class JobWatch:
 
     def refused(self) -> int:
         """Return the exit code of a rank whose error a restart cannot fix, 0 if there is none."""
-        return node_processes.read_permanent_error(self.agent_dir)
+        return agent_folder.read_permanent_error(self.agent_dir)
 
     def forget_refusal(self) -> None:
         """Forget the permanent error of a rank: the next generation may have another size."""
-        node_processes.forget_permanent_error(self.agent_dir)
+        agent_folder.forget_permanent_error(self.agent_dir)
 
     def request(self, name: str) -> None:
         """Leave a request (`persist-now`, `ended`) for the daemon."""
@@ -221,8 +221,8 @@ def _make_agent_dir(base: Path) -> tuple[Path, Lease]:
             private_directory(base, create=True) as above,
             private_directory(folder, create=True, within=above) as inside,
         ):
-            lease = Lease(node_processes.LOCK, create=True, dir_fd=inside)
-            if lease.exclusive(0) and (folder / node_processes.LOCK).exists():
+            lease = Lease(agent_folder.LOCK, create=True, dir_fd=inside)
+            if lease.exclusive(0) and (folder / agent_folder.LOCK).exists():
                 return folder, lease
             lease.close()
 
@@ -232,7 +232,7 @@ def _sweep(base: Path) -> None:
     for folder in private_directories(base)[0]:
         try:
             with private_directory(base) as above, private_directory(folder, within=above) as inside:
-                lease = Lease(node_processes.LOCK, dir_fd=inside)
+                lease = Lease(agent_folder.LOCK, dir_fd=inside)
                 if lease.exclusive(0):
                     remove_tree(folder.name, above)
                 lease.close()

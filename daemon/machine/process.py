@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from flashckpt.shm.node_processes import stat_of, state_of
+from flashckpt.shm.persister_process import stat_of, state_of
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15

@@ -47,7 +47,7 @@ from flashckpt.shm.inventory import Identity, NodeInventory, scan
 from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory
 from flashckpt.shm.lease import Lease
 from flashckpt.shm.messages import MessageFiles
-from flashckpt.shm.node_processes import LOG_NAME
+from flashckpt.shm.persister_process import LOG_NAME
 from flashckpt.shm.private import private_directory, remove_file, remove_tree
 from flashckpt.storage.factory import open_store
 

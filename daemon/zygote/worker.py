@@ -30,7 +30,7 @@ from flashckpt.daemon.zygote.standby import note_late_variables
 from flashckpt.environment import env
 from flashckpt.errors import FlashckptError
 from flashckpt.nonfatal import NonfatalFile, nonfatal_text, report_lost
-from flashckpt.shm.node_processes import agent_folder, write_permanent_error
+from flashckpt.shm.agent_folder import agent_folder, write_permanent_error
 from flashckpt.shm.private import create_file
 
 STACKS_SIGNAL = signal.SIGRTMIN + 7

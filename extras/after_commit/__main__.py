@@ -23,7 +23,7 @@ from flashckpt.daemon.machine.process import die_with_parent
 from flashckpt.environment import env
 from flashckpt.errors import FencedError, FlashckptError, NoCheckpointError
 from flashckpt.faults import crash_point
-from flashckpt.shm.node_processes import in_one_line
+from flashckpt.shm.persister_process import in_one_line
 from flashckpt.storage.factory import open_store
 
 NICE = 19

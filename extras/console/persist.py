@@ -11,8 +11,8 @@ from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import NoCheckpointError, PersistError
 from flashckpt.shm.inventory import scan
 from flashckpt.shm.job_directory import DaemonStatus, JobDirectory
-from flashckpt.shm.node_processes import LOG_NAME
 from flashckpt.shm.persisted import await_persister
+from flashckpt.shm.persister_process import LOG_NAME
 
 REQUEST = "persist-now"
 

@@ -34,7 +34,7 @@ from flashckpt.cli.status_page import block
 from flashckpt.dashboard.gather import PageSource
 from flashckpt.native import implementation
 from flashckpt.printable import counted, printable, to_json
-from flashckpt.shm.node_processes import state_of
+from flashckpt.shm.persister_process import state_of
 
 EVERY_S = 2.0
 MOST_RANKS, MOST_CHECKPOINTS, MOST_VALUES = 8, 5, 6

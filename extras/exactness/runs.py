@@ -16,7 +16,7 @@ from pathlib import Path
 
 from flashckpt.errors import FlashckptError
 from flashckpt.exactness.records import RunTrace, done_file, read_trace
-from flashckpt.shm.node_processes import stat_of
+from flashckpt.shm.persister_process import stat_of
 
 _KEPT = ("FLASHCKPT_COPY", "FLASHCKPT_LOCKED_MB", "FLASHCKPT_TRACEBACK")
 _TAIL = 30

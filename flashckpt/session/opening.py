@@ -33,11 +33,11 @@ from flashckpt.restore.coordinator import RestoreCoordinator, RestoreOutcome, Re
 from flashckpt.shm import block, gc
 from flashckpt.shm.ack_relay import AckRelay, RelayStore, RelayThread
 from flashckpt.shm.acks import SnapshotAcks
+from flashckpt.shm.agent_folder import agent_folder, ended_agent, note_bad_numbers, read_job, write_job
 from flashckpt.shm.control import RESTORED_FROM, Control, ControlRow
 from flashckpt.shm.job_directory import JobConfig, JobDirectory
 from flashckpt.shm.lease import Lease
 from flashckpt.shm.messages import MessageFiles
-from flashckpt.shm.node_processes import agent_folder, ended_agent, note_bad_numbers, read_job, write_job
 from flashckpt.shm.persister_owner import OwnerThread, PersisterOwner
 from flashckpt.shm.private import remove_file
 from flashckpt.snapshot import segments

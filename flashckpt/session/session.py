@@ -19,10 +19,10 @@ from flashckpt.report import guarded
 from flashckpt.session.durability import CommitWatch, Skips, Waiting, Wanted
 from flashckpt.session.opening import Callback, NodePlace, OpenedJob
 from flashckpt.session.stop_signals import DeferredSignals
+from flashckpt.shm.agent_folder import agent_folder, note_suspect
 from flashckpt.shm.control import CLOSED, PHASES
 from flashckpt.shm.job_directory import LEFT_OUT
 from flashckpt.shm.logged_values import MOST_NAME, LoggedValue, append
-from flashckpt.shm.node_processes import agent_folder, note_suspect
 from flashckpt.snapshot.copy_plan import CopyPlan, CurrentPlan
 from flashckpt.snapshot.following import StillPersistedError
 from flashckpt.snapshot.stager import Snapshot, Stager, StaleWatch

@@ -18,8 +18,8 @@ from typing import Any
 from torch.utils.data import _utils
 
 from flashckpt.errors import DamagedError
+from flashckpt.shm.agent_folder import agent_folder
 from flashckpt.shm.control import CLOSED, Control, ControlRow
-from flashckpt.shm.node_processes import agent_folder
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 AGENT_S = 15.0

@@ -17,7 +17,7 @@ from flashckpt.errors import DamagedError, JobInUseError, SharedMemoryError
 from flashckpt.shm import private
 from flashckpt.shm.block import SEGMENT_NAME
 from flashckpt.shm.lease import Lease, is_at
-from flashckpt.shm.node_processes import LOG_NAME, MODULE
+from flashckpt.shm.persister_process import LOG_NAME, MODULE
 from flashckpt.shm.private import (
     DaemonStatus,
     JobConfig,

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 
 from flashckpt.environment import Environment
-from flashckpt.shm import node_processes
+from flashckpt.shm import agent_folder
 
 
 def derived(secret: bytes, purpose: str) -> bytes:
@@ -26,8 +26,8 @@ def ranks_key(environment: Mapping[str, str] = os.environ) -> bytes:
         OSError: the agent's file cannot be read.
         ConfigError: the secret is too short.
     """
-    if (folder := node_processes.agent_folder()) is not None:
-        return node_processes.read_key(folder)
+    if (folder := agent_folder.agent_folder()) is not None:
+        return agent_folder.read_key(folder)
     return derived(Environment(environment).FLASHCKPT_JOB_SECRET.encode(), "ranks")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from flashckpt.errors import FlashckptError
 from flashckpt.shm.job_directory import DaemonStatus, JobDirectory
-from flashckpt.shm.node_processes import (
+from flashckpt.shm.persister_process import (
     LOG_NAME,
     PersisterProcess,
     Silence,

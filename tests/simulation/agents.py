@@ -11,7 +11,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _
 
 from flashckpt.daemon.launcher.budget import Budget, RestartDecision
 from flashckpt.daemon.launcher.rounds import FreshStoreRendezvous, UnitRounds
-from flashckpt.shm import node_processes
+from flashckpt.shm import agent_folder
 from simulation.clock import CLOCK, Process
 from simulation.machines import Node
 from simulation.rules import Violation
@@ -54,7 +54,7 @@ class Agents:
             node.stores.note_round(state.round)
             if node.stores.has_missed:
                 agent, folder = cast("Process", node.agent), cast("Path", node.agent_folder)
-                CLOCK.scheduler.call_as(agent, partial(node_processes.note_missed, folder))
+                CLOCK.scheduler.call_as(agent, partial(agent_folder.note_missed, folder))
         state.round += 1
         return used
 

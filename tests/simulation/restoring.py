@@ -23,7 +23,7 @@ from flashckpt.errors import DamagedError, FlashckptError, may_pass
 from flashckpt.planning.inventory import Inventory, memory_is_current, node_names, unpack_all
 from flashckpt.planning.selection import Candidate, Candidates, RootSummary, missing_on_root, refuse_damage, select
 from flashckpt.restore import gather
-from flashckpt.shm import node_processes
+from flashckpt.shm import agent_folder
 from flashckpt.shm.segment import Segment
 from simulation import seams
 from simulation.clock import CLOCK
@@ -247,7 +247,7 @@ class Restore:
             _call(rank, partial(gather.begin, directory, wanted, rank=rank.rank, ranks=ranks, own=own, found=found))
             if rank.local == 0:
                 folder: Any = rank.node.agent_folder
-                _call(rank, partial(node_processes.write_job, folder, directory.path))
+                _call(rank, partial(agent_folder.write_job, folder, directory.path))
             CLOCK.scheduler.sleep(0.02)
         return wanted
 

@@ -141,7 +141,7 @@ def _memory() -> None:
     messages.read_file = directory.read_file = memory.read_file
     messages._replace = files.write
     gather.agent_folder, gather.env, gather.Path = lambda: None, _AgentOfRank, memory.SimPath
-    folder = _module("shm.node_processes")
+    folder = _module("shm.agent_folder")
     folder.Path, folder._replace = memory.SimPath, lambda path, text: files.write(path, text.encode())
     gather.Control = SimpleNamespace(open=_opened)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from pathlib import Path
 
+from flashckpt.shm.agent_folder import LOCK
 from flashckpt.shm.lease import Lease
-from flashckpt.shm.node_processes import LOCK
 
 _HELD: deque[Lease] = deque(maxlen=32)
 

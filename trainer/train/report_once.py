@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flashckpt.environment import env
 from flashckpt.errors import FINAL_CODES, ConfigError, FlashckptError
-from flashckpt.shm.node_processes import agent_folder, has_display, write_permanent_error
+from flashckpt.shm.agent_folder import agent_folder, has_display, write_permanent_error
 from flashckpt.trainer.train.nonfatal import nonfatal_stream
 
 _PATIENCE_S = 5.0

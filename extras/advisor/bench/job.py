@@ -23,8 +23,8 @@ from flashckpt.bench.scratch import Scratch
 from flashckpt.bench.worker import Workers
 from flashckpt.environment import env
 from flashckpt.errors import ConfigError, FlashckptError
+from flashckpt.shm.agent_folder import LOCK
 from flashckpt.shm.lease import Lease
-from flashckpt.shm.node_processes import LOCK
 
 MOST_RANKS = 256
 JOB = "bench"

@@ -12,7 +12,7 @@ import signal
 import threading
 from typing import Any
 
-from flashckpt.shm.node_processes import agent_folder, note_display
+from flashckpt.shm.agent_folder import agent_folder, note_display
 from flashckpt.trainer.train.metrics import StepRecord
 from flashckpt.trainer.train.nonfatal import write_all
 from flashckpt.trainer.train.terminal import CLEAR

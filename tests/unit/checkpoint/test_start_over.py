@@ -20,8 +20,8 @@ from flashckpt.cli import main as cli
 from flashckpt.daemon.persister.service import Daemon
 from flashckpt.daemon.persister.timeouts import DaemonTimeouts
 from flashckpt.errors import ConfigError, RootError
+from flashckpt.shm.agent_folder import note_missed
 from flashckpt.shm.job_directory import JobDirectory
-from flashckpt.shm.node_processes import note_missed
 from flashckpt.storage.factory import open_store
 
 Captured = pytest.CaptureFixture[str]

@@ -15,7 +15,7 @@ from flashckpt.errors import ConfigError
 from flashckpt.peer_link import PeerLink, StrangerError
 from flashckpt.replicate.connections import linked
 from flashckpt.replicate.records import ReplicaSession
-from flashckpt.shm import job_key, node_processes
+from flashckpt.shm import agent_folder, job_key
 
 SECRET = b"correct-horse-battery-staple"
 DRAWN = b"s" * 32
@@ -51,7 +51,7 @@ def test_key_of_an_agent_is_for_this_user_alone_and_goes_before_the_environment(
     assert job_key.ranks_key(secret) == b"", "dlrun has left none"
     before = os.umask(0)
     try:
-        node_processes.write_key(tmp_path, DRAWN)
+        agent_folder.write_key(tmp_path, DRAWN)
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "key").stat().st_mode) == 0o600

@@ -43,7 +43,7 @@ from flashckpt.daemon.machine.process import (
 )
 from flashckpt.daemon.zygote import server
 from flashckpt.errors import ConfigError
-from flashckpt.shm import node_processes
+from flashckpt.shm import agent_folder
 from flashckpt.shm.job_directory import JobDirectory
 
 
@@ -232,7 +232,7 @@ def test_memory_of_a_job_is_found_where_its_ranks_have_it(
     with monkeypatch.context() as script:
         script.setenv("FLASHCKPT_SHM_DIR", str(tmp_path))
         job = JobDirectory.open("chosen", create=True)
-    node_processes.write_job(watch.agent_dir, job.path)
+    agent_folder.write_job(watch.agent_dir, job.path)
     watch.tick()
     assert watch.job is not None
     assert watch.job.path == job.path
@@ -248,7 +248,7 @@ def test_memory_of_a_job_that_cannot_be_reached_is_said_once_and_is_no_success(
 ) -> None:
     """Ranks in a container with a tmpfs of their own."""
     watch = JobWatch()
-    node_processes.write_job(watch.agent_dir, tmp_path / "in-the-container")
+    agent_folder.write_job(watch.agent_dir, tmp_path / "in-the-container")
     for _ in range(3):
         watch.tick()
     (record,) = caplog.records

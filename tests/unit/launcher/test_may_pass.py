@@ -24,7 +24,7 @@ from flashckpt.daemon.launcher.reporting import _cause
 from flashckpt.daemon.zygote import worker
 from flashckpt.errors import FINAL_CODES, PASSING_CODES, DataError, FlashckptError, RootError, StoreError
 from flashckpt.restore import gather
-from flashckpt.shm.node_processes import read_permanent_error, waited_at
+from flashckpt.shm.agent_folder import read_permanent_error, waited_at
 from flashckpt.storage.conditional import UnknownRequestError
 from flashckpt.storage.fsspec_store import FsspecStore
 from flashckpt.storage.posix import PosixStore

@@ -20,7 +20,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from flashckpt.daemon.launcher.agent import DlrunAgent
 from flashckpt.daemon.launcher.rounds import FreshStoreRendezvous
-from flashckpt.shm import node_processes
+from flashckpt.shm import agent_folder
 
 
 @pytest.fixture
@@ -75,6 +75,6 @@ def test_an_agent_tells_its_ranks_that_the_job_ran_without_them(
     for has_missed in (False, True, False):  # until ranks have begun
         agent._stores.has_missed = has_missed
         agent._rendezvous(None)
-    assert node_processes.has_missed(tmp_path)
-    node_processes.write_job(tmp_path, tmp_path / "job")
-    assert not node_processes.has_missed(tmp_path)
+    assert agent_folder.has_missed(tmp_path)
+    agent_folder.write_job(tmp_path, tmp_path / "job")
+    assert not agent_folder.has_missed(tmp_path)

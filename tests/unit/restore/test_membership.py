@@ -13,7 +13,7 @@ from support.spread import lose, train_spread
 
 from flashckpt.errors import DamagedError
 from flashckpt.restore import gather
-from flashckpt.shm import node_processes
+from flashckpt.shm import agent_folder
 from flashckpt.shm.job_key import derived
 
 pytestmark = pytest.mark.timeout(600)
@@ -137,7 +137,7 @@ def trained_as(rank: int, root: str, strangers: list[int], steps: int) -> dict[s
     """Restore from the other node; count the bytes that ranks send each other after the first exchange."""
     from flashckpt import collectives
 
-    node_processes.write_key(Path(os.environ["FLASHCKPT_AGENT_DIR"]), KEY)
+    agent_folder.write_key(Path(os.environ["FLASHCKPT_AGENT_DIR"]), KEY)
     if rank in strangers:
         os.environ["FLASHCKPT_AGENT_DIR"] += "-of-a-stranger"
         Path(os.environ["FLASHCKPT_AGENT_DIR"]).mkdir()

@@ -9,7 +9,7 @@ import pytest
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.planning.inventory import HeldSlot, Inventory, Member
 from flashckpt.planning.odd_node import odd_node
-from flashckpt.shm.node_processes import bad_numbers, bad_steps, end_suspects, note_bad_numbers, note_suspect
+from flashckpt.shm.agent_folder import bad_numbers, bad_steps, end_suspects, note_bad_numbers, note_suspect
 
 
 def node(name: str, rank: int, **suspects: int) -> Inventory:

@@ -18,8 +18,8 @@ from flashckpt.cli.ls import ls
 from flashckpt.cli.status import describe, status
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.session.session import FORGET
+from flashckpt.shm.agent_folder import bad_steps, end_suspects
 from flashckpt.shm.inventory import scan
-from flashckpt.shm.node_processes import bad_steps, end_suspects
 
 NAN = float("nan")
 

@@ -15,7 +15,7 @@ from support.agents import pretend_agent
 from support.ranks import wait_for
 from support.screen import Terminal, terminal
 
-from flashckpt.shm import node_processes
+from flashckpt.shm import agent_folder
 from flashckpt.trainer.train.metrics import StepRecord
 from flashckpt.trainer.train.nonfatal import NonfatalStream, nonfatal_streams
 from flashckpt.trainer.train.report_once import report_once
@@ -236,7 +236,7 @@ def test_an_error_of_a_rank_stands_clean_where_another_one_draws(monkeypatch: An
     with terminal() as at, at.stream() as stream:
         monkeypatch.setattr(sys, "stderr", stream)
         display = display_on(at)
-        assert node_processes.has_display(tmp_path)
+        assert agent_folder.has_display(tmp_path)
         display.show(record(3), FIGURES)
         wait_for(lambda: shown(at, "step 3/100 "), what="the display")
         display._is_gone = True  # as if killed
@@ -245,8 +245,8 @@ def test_an_error_of_a_rank_stands_clean_where_another_one_draws(monkeypatch: An
         found = [line.strip() for line in at.screen.lines]
         assert found == ["ConfigError: wrong", "found:    this", "expected: that", "exit code 10"]
         display.close()
-    assert node_processes.forget_display(tmp_path)
-    assert not node_processes.forget_display(tmp_path)
+    assert agent_folder.forget_display(tmp_path)
+    assert not agent_folder.forget_display(tmp_path)
 
 
 def test_a_closed_terminal_ends_the_display_and_nothing_else(caplog: Any) -> None:
