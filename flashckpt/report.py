@@ -1,4 +1,4 @@
-"""What people are told: log lines beside training, which end no run where they cannot be written; the report of a restore.
+"""Log lines beside training, which end no run where they cannot be written, and the report of a restore.
 
 Torch-free.
 """

@@ -61,7 +61,7 @@ def test_daemon_killed_at_point_nothing_half_visible_and_the_next_one_finishes(j
     with daemon_of(job) as daemon:
         turn_until(daemon, lambda: identities(job) == [(2, 20)], "the second commit, and the first one pruned")
         turn_until(daemon, lambda: daemon.persisting is not None and daemon.persisting.flush is None, "the end of work")
-        turn_until(daemon, lambda: not list(Path(job.root).rglob("step-000000010*/*.fck")), "the data of step 10 to go")
+        turn_until(daemon, lambda: not list(Path(job.root).glob("step-000000010*/*.fck")), "the data of step 10 to go")
     assert_bitwise(job, (2, 20))
     assert not [
         path for path in Path(job.root).rglob("*.tmp*") if "step-000000020" not in str(path)

@@ -236,14 +236,14 @@ MUTANTS = [
     # replicas
     Mutant("replica: of another run", f"{_R}/slots.py", "return header.is_complete and not is_other", "return header.is_complete"),
     Mutant("replica: what is kept gives way", f"{_R}/slots.py",
-           "newer = {i for i in complete if self.identity is None or i > self.identity}", "newer = set(complete)"),
+           "newer = {i for i in complete if kept is None or i > kept}", "newer = set(complete)"),
     Mutant("replica: complete before all of it is there", f"{_R}/slots.py",
            '        if not self.arrived.all():\n            return False\n        crash_point("replica.before-complete")\n', ""),
     Mutant("replica: what some nodes hold is everywhere", f"{_R}/replica_rounds.py",
            "return set.intersection(*map(set, found))", "return set.union(*map(set, found))"),
     Mutant("replica: held by some partner", f"{_R}/round_memory.py",
-           "found = set.intersection(*(set(partner.holds or ()) for partner in partners))",
-           "found = set.union(*(set(one) for one in [i for i in (partner.holds for partner in partners) if i] or [()]))"),
+           "intersection(pinned, *(partner.holds or () for partner in partners))",
+           "intersection(pinned, [i for partner in partners for i in partner.holds or ()])"),
     Mutant("the status says what is only decided", f"{_P}/service.py",
            "            committed=persisting.committed,\n", "            committed=persisting.committed and persisting.floor,\n"),
 ]  # fmt: skip
