@@ -160,7 +160,7 @@ class DecidingMemory(TargetMark):
     Attributes:
         every: Only steps that are multiples of this are replicated.
         last: The last decision, with the newest that were everywhere and kept; at first with what was restored in memory.
-        is_begun: It has decided before.
+        is_begun: It has decided before, and nobody else has since.
     """
 
     every: int = 1
@@ -170,8 +170,8 @@ class DecidingMemory(TargetMark):
     def decide(self, reports: Sequence[NodeReport | None], silent: Collection[int]) -> RoundDecision:
         """Return the decision that follows from the reports of all nodes, as `replica_rounds.decide`."""
         left = [None if report is None else self.counting(report) for report in reports]
-        if silent and not self.is_begun and not any(report.kept for report in left if report is not None):
-            # who is silent may know of something that was everywhere: at most as new as what is held by now
+        if silent and not self.is_begun:
+            # who is silent may have decided before, and that something is everywhere: at most as new as what is held by now
             held = [identity for report in left if report is not None for identity in report.held]
             self.last = replace(self.last, everywhere=newest([self.last.everywhere, *held]))
         decision = decide(left, every=max(1, self.every), silent=silent, before=self.last)

@@ -50,6 +50,8 @@ class HeardReports:
         """Note the report of a node; return what follows from those of all."""
         with self._lock:
             now = time.monotonic()
+            if node == self.node and now - self._reports.get(node, (0.0,))[0] > env.FLASHCKPT_REPLICA_PATIENCE:
+                self._memory.is_begun = False  # another node has decided meanwhile
             self._reports[node] = now, report
             nodes = range(len(self._session.addresses))
             silent = {

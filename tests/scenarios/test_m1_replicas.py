@@ -265,7 +265,7 @@ class ReplicatedM1(RuleBasedStateMachine):
         if self.leader in away:  # nobody goes to another one before its old report counts no more
             self.leader = there[0].index
             for node in self.nodes:
-                node.heard = {}
+                node.heard, node.deciding.is_begun = {}, False
         decided = []
         for _ in range(12):
             for node in there:
