@@ -208,7 +208,7 @@ def test_machine_whose_numbers_become_bad_twice_is_named_and_a_spare_takes_its_p
         words = ("--nproc-per-node=1", tmp_path / "train.py", tmp_path, f"{them.prefix}1")
         for node in (0, 1):
             them.start(node, *words, nnodes="2")
-        them.until(lambda: "it stays until a spare waits" in them.log(1), "its name")
+        them.until(lambda: "it stays until another node waits" in them.log(1), "its name")
         them.start(2, *words, nnodes="2")
         assert them.wait(1) == NodeCheckError.exit_code, them.log(1)
         (tmp_path / "goes-on").touch()
