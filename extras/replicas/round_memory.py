@@ -66,29 +66,29 @@ class RoundMemory(TargetMark):
         generation: Number of the current one.
         everywhere: Newest id that was everywhere, or that the generation was restored from in memory.
         kept: Newest id of which no replica may be overwritten.
-        is_presumed: Both are presumed, since the process that knew is gone: the first who knows is believed.
+        is_presumed: Both are presumed, since this process has heard of no decision yet: the first who knows is believed.
         decision: The last one.
     """
 
     generation: int = 0
     everywhere: SnapshotId | None = None
     kept: SnapshotId | None = None
-    is_presumed: bool = False
+    is_presumed: bool = True
     decision: RoundDecision = field(default_factory=RoundDecision)
 
     @classmethod
-    def begin(cls, generation: int, restored: SnapshotId | None, before: RoundMemory | None = None) -> RoundMemory:
+    def begin(cls, generation: int, restored: SnapshotId | None, before: RoundMemory) -> RoundMemory:
         """Return that of the start of a generation.
 
         Args:
             generation: Its number.
             restored: What it was restored from in memory.
-            before: That of the generation before, where this process remembers it: where what was restored is newer than what
-                was everywhere, no partner may have it, and what was everywhere stays.
+            before: That of the generation before, a new one where this process did not take part in it: where what was restored is
+                newer than what was everywhere, no partner may have it, and what was everywhere stays.
         """
-        earlier = before.everywhere if before is not None else None
+        earlier = before.everywhere
         kept = earlier if earlier is not None and restored is not None and earlier < restored else restored
-        return cls(generation=generation, everywhere=kept, kept=kept, is_presumed=before is None or before.is_presumed)
+        return cls(generation=generation, everywhere=kept, kept=kept, is_presumed=before.is_presumed)
 
     @property
     def known(self) -> SnapshotId | None:

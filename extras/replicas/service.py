@@ -259,11 +259,15 @@ class ReplicationService:
         target = self._targets.get(decision.target) if decision.target is not None else None
         for sender in self._senders:
             sender.set_target(target)
-        self._left += [(self._senders, self._targets.pop(one)) for one in sorted(self._targets.keys() - wanted)]
-        held, pinned = tuple(found), tuple(i for i, one in sorted(self._targets.items()) if one.pins.keys() == ranks)
-        if (held, pinned) != (self._held, self._pinned):
-            self._held, self._pinned = held, pinned
+        pinned = tuple(sorted(i for i, one in self._targets.items() if i in wanted and one.pins.keys() == ranks))
+        held, before = tuple(found), (self._held, self._pinned)
+        self._held, self._pinned = (
+            held,
+            pinned,
+        )  # before anything is let go of: a report never names what is no longer pinned
+        if (held, pinned) != before:
             self._changed.set()
+        self._left += [(self._senders, self._targets.pop(one)) for one in sorted(self._targets.keys() - wanted)]
         if decision.everywhere is not None:
             self.slots.retire(decision.everywhere)
 
@@ -313,7 +317,7 @@ class ReplicationService:
 
     def _take_decision(self, session: ReplicaSession, decision: RoundDecision) -> None:
         with self._lock:
-            if session is not self.session or decision == self._rounds.decision:
+            if session is not self.session or decision.waits or decision == self._rounds.decision:
                 return
             passed_over, before = decision.without, self._rounds.decision.without
             self._rounds.adopt(decision)

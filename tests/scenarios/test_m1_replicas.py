@@ -81,7 +81,7 @@ class ReplicatedM1(RuleBasedStateMachine):
             node.own = [SlotHeader() if is_rolled_back(h.identity, self.lives) else h for h in node.own]
             self._start_persister(node, node.rounds)
 
-    def _start_persister(self, node: ModelNode, before: RoundMemory | None) -> None:
+    def _start_persister(self, node: ModelNode, before: RoundMemory) -> None:
         node.rounds = RoundMemory.begin(self.generation, self.restored, before)
         node.deciding, node.heard = DecidingMemory(last=RoundDecision(everywhere=self.restored)), {}
         node.known = dict.fromkeys(self.partners[node.index])
@@ -198,7 +198,7 @@ class ReplicatedM1(RuleBasedStateMachine):
     def kill_a_persister(self, index: int) -> None:
         """Its leases end with it; until something newer is everywhere its node's own slots count as lost."""
         node = self.nodes[index % len(self.nodes)]
-        self._start_persister(node, None)
+        self._start_persister(node, RoundMemory())
         self.weak.add(node.index)
         if node.index == self.leader:  # the next one decides
             self.leader = (self.leader + 1) % len(self.nodes)

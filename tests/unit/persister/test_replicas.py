@@ -409,6 +409,30 @@ def test_next_generation_keeps_what_it_was_restored_from_until_its_own_is_everyw
         assert {i for _, i in replicas_of(them.jobs[0].directory)} == {parent, (2, 5)}
 
 
+def test_persister_that_was_started_again_keeps_what_another_one_knows_to_be_everywhere(shm_dir: Path) -> None:
+    them = Replicating(shm_dir, 2, slots=4)
+    with daemon_of(them.jobs[1]) as survivor:
+        with daemon_of(them.jobs[0]) as first:
+            daemons = [first, survivor]
+            for daemon in daemons:
+                daemon.turn()
+            them.write_session()
+            assert them.step(4)
+            turn_all(daemons, lambda: all(everywhere(d) == (1, 4) for d in daemons), "step 4")
+        assert them.step(6)  # each node has it, and no partner
+        them.begin_again(SnapshotId(1, 6))
+        with daemon_of(them.jobs[0]) as again:
+            again.turn()
+            them.write_session(restored=SnapshotId(1, 6))
+            service = replication(again)
+
+            def known() -> SnapshotId | None:
+                return None if (kept := service.kept()) is None else kept.identity
+
+            turn_all([again, survivor], lambda: known() is not None, "the first decision")
+            assert known() == (1, 4)
+
+
 def test_command_shows_whose_replicas_of_which_step_how_many_bytes_and_the_lag(
     shm_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
