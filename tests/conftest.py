@@ -40,9 +40,12 @@ def shm_dir() -> Iterator[Path]:
     wait_for(is_gone, what=f"the end of all that writes into {path}")
 
 
-@pytest.fixture
-def own_temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What torch leaves in the folder for temporary files goes with the test: sockets, log folders."""
+@pytest.fixture(scope="session", autouse=True)
+def _own_temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What torch leaves in the folder for temporary files goes with the tests: sockets, log folders.
+
+    Not with each of them: servers that a whole file uses keep theirs there.
+    """
     tmp_path_factory.getbasetemp()  # of all tests: pytest makes it at its first use
     before = tempfile.tempdir
     tempfile.tempdir = tempfile.mkdtemp(prefix="fk-")  # short: paths of sockets are
@@ -52,7 +55,7 @@ def own_temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
 
 
 @pytest.fixture(autouse=True)
-def _own_memory_tier(shm_dir: Path, own_temporary_files: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _own_memory_tier(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No test touches the machine's real memory tier, and none inherits the variables of a launcher or of another test."""
     monkeypatch.setenv("FLASHCKPT_SHM_DIR", str(shm_dir))
     for name in [key for key in os.environ if key.startswith("FLASHCKPT_") and key != "FLASHCKPT_SHM_DIR"]:
