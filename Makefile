@@ -283,7 +283,7 @@ bench-all: setup  ## every benchmark of the engine and of storage, more than hal
 
 # Each entrant in a separate environment below .race, on top of .venv's packages (pip); as root with separate file systems.
 ARGS ?=
-RESULTS := benchmarks/results/2026-11-26
+RESULTS := benchmarks/results/2026-11-27
 race: setup  ## flashckpt and seven others through the same failures: time, samples, bits of the weights (ARGS="--kinds rank machine")
 	PYTHONPATH=benchmarks $(BIN)/python -m race.referee --json $(RESULTS)/race.json --table $(RESULTS)/race.md --svg docs/assets/race.svg $(ARGS)
 

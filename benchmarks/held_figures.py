@@ -212,7 +212,7 @@ FIGURES = (
     ),
     Figure(
         name="the training of the race", page=MEASURED, words="a training of {0:.1f s} (two ranks", sources=("unbroken_s/loop",),
-        published="2026-11-26/race.json", depends="make race",
+        published="2026-11-27/race.json", depends="make race",
     ),
     Figure(
         name="first start", page="benchmarks/results/measured.md",

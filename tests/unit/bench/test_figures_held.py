@@ -45,7 +45,7 @@ def test_every_measured_row_of_the_readme_is_a_figure() -> None:
     held = program("held")
     _, _, rest = (ROOT / "README.md").read_text().partition("## Measured")
     page, _, _ = rest.partition("\n## ")
-    matrix, _, _ = (ROOT / "benchmarks/results/2026-11-26/race.md").read_text().partition("\n\n")
+    matrix, _, _ = (ROOT / "benchmarks/results/2026-11-27/race.md").read_text().partition("\n\n")
     rows = [row for row in page.splitlines() if re.search(r"\|.*\d", row) and row not in matrix.splitlines()]
     known = [
         held.said(held.published_of(figure)["results"], figure) for figure in held.FIGURES if figure.page == "README.md"
@@ -56,8 +56,8 @@ def test_every_measured_row_of_the_readme_is_a_figure() -> None:
 
 def test_the_published_race_is_that_of_its_json() -> None:
     table = importlib.import_module("race.table")
-    made = json.loads((PROGRAMS / "results/2026-11-26/race.json").read_text())["results"]["rows"]
-    assert table.matrix(made) in (PROGRAMS / "results/2026-11-26/race.md").read_text()
+    made = json.loads((PROGRAMS / "results/2026-11-27/race.json").read_text())["results"]["rows"]
+    assert table.matrix(made) in (PROGRAMS / "results/2026-11-27/race.md").read_text()
 
 
 @pytest.mark.parametrize(
