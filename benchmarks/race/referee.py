@@ -274,7 +274,7 @@ def finish(args: argparse.Namespace, rows: list[Row], more: dict[str, Any], load
         args.table.write_text(text + "\n")
     if args.svg:
         notes = [
-            "length: time from the first step to the last over that of the same loop without failures and checkpoints"
+            "length: time from the first step to the last over that of the same loop without failures and checkpoints; bars end at 8"
         ]
         args.svg.write_text(table.svg(rows, "Time to the last step through one failure (lower is better)", notes))
     return 0

@@ -98,7 +98,7 @@ def weights(row: Row) -> str:
 def svg(rows: Sequence[Row], title: str, notes: Sequence[str]) -> str:
     """Return the picture: per kind one bar per entrant, its length the time over the unbroken run's."""
     parts, y = [], 46.0
-    scale = (WIDTH - LEFT - 170) / (MOST - 1)
+    scale = (WIDTH - LEFT - 290) / (MOST - 1)
     for kind in dict.fromkeys(row["kind"] for row in rows):
         parts.append(_text(16, y + 11, KINDS[kind], bold=True))
         y += 17
