@@ -193,6 +193,8 @@ def test_intervals_of_a_configuration_cost_half_a_percent_more_than_those_of_its
         replace_s=REPLACE_S,
     )  # fmt: skip
     every, persist = config.checkpoint.snapshot_every, config.checkpoint.persist_every
+    assert isinstance(every, int)
+    assert isinstance(persist, int)
     assert persist % every == 0
     failures = Failures(gpus=gpus, gpu_mtbf_s=PUBLISHED_GPU_HOURS * 3600)
     found = forecast(failures, costs, snapshot_s=every * step_s, persist_every=persist // every)
