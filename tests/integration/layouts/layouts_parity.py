@@ -252,7 +252,7 @@ def gradients(_rank: int, world: int, config_values: dict[str, Any]) -> list[flo
         return [float(one) for one in torch.cat(found)]
 
 
-ADDED_UP = {
+ADDED_UP: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp2": (2, {}),
     "hsdp2x2": (4, {"dp_replicate": 2}),
     "ddp2": (2, {"dp_replicate": 2, "dp_shard": 1, "data_parallel": "ddp"}),
