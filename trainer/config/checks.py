@@ -89,7 +89,6 @@ NEEDS = (
     Need("parallel.ep", "model.experts of 1 or more", lambda v: v["model"]["experts"] > 0),
     Need("parallel.cp_exchange", "parallel.cp of 2 or more", lambda v: v["parallel"]["cp"] > 1),
     Need("parallel.bucket_mb", "parallel.data_parallel = ddp", lambda v: v["parallel"]["data_parallel"] == "ddp"),
-    Need("parallel.reduce_dtype", "parallel.data_parallel = fsdp", lambda v: v["parallel"]["data_parallel"] == "fsdp"),
     Need("parallel.outer_rate", "parallel.sync_every of 1 or more", lambda v: v["parallel"]["sync_every"] > 0),
     Need("parallel.outer_momentum", "parallel.sync_every of 1 or more", lambda v: v["parallel"]["sync_every"] > 0),
     Need("parallel.groups", "parallel.sync_every of 1 or more", lambda v: v["parallel"]["sync_every"] > 0),

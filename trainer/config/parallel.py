@@ -20,7 +20,7 @@ class ParallelConfig:
         zero: What is cut over `dp_shard`: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters; -1: parameters
             (with a pipeline optimizer state), and gradients once per step.
         bucket_mb: MiB of gradients that DDP sends at once.
-        reduce_dtype: "bfloat16": FSDP adds up gradients in half the bytes, rounded.
+        reduce_dtype: "bfloat16": FSDP and DDP add up gradients in half the bytes, rounded.
         offload: "state": parameters, gradients and optimizer state lie in host memory, and the optimizer runs there.
         activation_checkpoint: "none", "full", "ffn", "every:N", "groups:N", "selective".
         activation_offload: What forward keeps for backward lies in host memory.

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
@@ -280,13 +281,18 @@ def _replicated(part: Transformer, mesh: DeviceMesh, device: torch.device, confi
         part.forward = torch.autocast(mesh.device_type, dtype=half)(part.forward)  # type: ignore[method-assign]  # as torch documents it
     # find_unused_parameters: the buckets are then never rebuilt after the first backward, and a
     # resumed run adds gradients in the same order as the unbroken one.
-    return nn.parallel.DistributedDataParallel(
+    group = mesh["dp_replicate"].get_group()
+    replicas = nn.parallel.DistributedDataParallel(
         part,
-        process_group=mesh["dp_replicate"].get_group(),
+        process_group=group,
         bucket_cap_mb=config.parallel.bucket_mb,
         find_unused_parameters=True,
         init_sync=device.type != "meta",
     )
+    if config.parallel.reduce_dtype == "bfloat16":
+        # under its own name torch refuses it on CPUs, where gloo adds up bfloat16
+        replicas.register_comm_hook(group, lambda among, bucket: bf16_compress_hook(among, bucket))  # noqa: PLW0108 -- see above
+    return replicas
 
 
 def _fully_shard(part: Transformer, mesh: DeviceMesh, config: RunConfig, layout: Layout) -> None:

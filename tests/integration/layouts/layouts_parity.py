@@ -239,10 +239,10 @@ def test_same_run_twice_is_the_same_bit_for_bit_and_another_seed_is_not(corpus: 
     assert other[1]["losses"] != first[1]["losses"]
 
 
-def gradients(_rank: int, config_values: dict[str, Any]) -> list[float]:
+def gradients(_rank: int, world: int, config_values: dict[str, Any]) -> list[float]:
     """Return this rank's gradients of the first step."""
     config = from_values(config_values)
-    layout = loop.prepare(config, 2)
+    layout = loop.prepare(config, world)
     with process_group(config) as device:
         trainer = loop.Trainer(config, layout, device)
         trainer.initialise()
@@ -252,10 +252,20 @@ def gradients(_rank: int, config_values: dict[str, Any]) -> list[float]:
         return [float(one) for one in torch.cat(found)]
 
 
-def test_gradients_added_up_in_bfloat16_are_off_by_its_rounding(corpus: Any) -> None:
+ADDED_UP: dict[str, tuple[int, dict[str, Any]]] = {
+    "fsdp2": (2, {}),
+    "hsdp2x2": (4, {"dp_replicate": 2}),
+    "ddp2": (2, {"dp_replicate": 2, "dp_shard": 1, "data_parallel": "ddp"}),
+    "ddp4": (4, {"dp_replicate": 4, "dp_shard": 1, "data_parallel": "ddp"}),
+}
+
+
+@pytest.mark.parametrize("name", ADDED_UP)
+def test_gradients_added_up_in_bfloat16_are_off_by_its_rounding(corpus: Any, name: str) -> None:
+    world, parallel = ADDED_UP[name]
     found = {}
     for dtype in ("float32", "bfloat16"):
-        config = run_config(corpus[0], parallel={"reduce_dtype": dtype}, data={"source": corpus[1]})
-        found[dtype] = torch.tensor(values(run_ranks(gradients, 2, to_values(config), timeout_s=100)))
+        config = run_config(corpus[0], parallel={**parallel, "reduce_dtype": dtype}, data={"source": corpus[1]})
+        found[dtype] = torch.tensor(values(run_ranks(gradients, world, world, to_values(config), timeout_s=100)))
     error = (found["bfloat16"] - found["float32"]).norm() / found["float32"].norm()
     assert 1e-4 < error < 2**-8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 from support.built_rank import built_rank
 from support.paths import ROOT
 
-from flashckpt.trainer.config import read_config
+from flashckpt.plan.model import PUBLISHED_GPU_HOURS, Failures, forecast
+from flashckpt.plan.report import Rates, costs_from
+from flashckpt.trainer.config import RunConfig, read_config
 from flashckpt.trainer.dry_run.command import describe, slot_of
 from flashckpt.trainer.dry_run.kinds import rank_kinds
 from flashckpt.trainer.dry_run.options import DryRunOptions
@@ -20,6 +23,9 @@ from flashckpt.trainer.hub.hub_config import from_hub, to_hub
 from flashckpt.trainer.model.flops import count_parameters
 from flashckpt.trainer.parallel.layout import resolve_layout
 from flashckpt.trainer.parallel.switches import on_device
+from flashckpt.trainer.plan.failures import RELAUNCH_S, REPLACE_S, failure_forecast
+from flashckpt.trainer.plan.forecast import RESERVED, Memory, memory, step_time
+from flashckpt.trainer.plan.gpus import GPUS
 from flashckpt.trainer.plan.held import held
 
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
@@ -143,3 +149,53 @@ def test_every_configuration_is_in_the_table_of_the_page() -> None:
         assert f"`{path.name}`" in page, path.name
         if path.stem in PUBLISHED:
             assert f"{PUBLISHED[path.stem][0]:,}" in page
+
+
+# -- what the pages advise
+
+
+def on_h100s(path: Path, **parallel: Any) -> tuple[RunConfig, Memory, float]:
+    """Return a run on its GPUs, its memory, and the seconds of a step."""
+    config = on_device(read_config(path), "cuda")
+    config = replace(config, parallel=replace(config.parallel, **parallel))
+    layout = resolve_layout(config, world_of(path))
+    needed = memory(config, layout)
+    time = step_time(config, layout, GPUS["h100"], needed, ranks_per_node=8, efficiency=0.0)
+    return config, needed, time.estimate_s
+
+
+FOR_GPUS = [path for path in CONFIGS if read_config(path).log.peak_tflops or read_config(path).train.compile]
+
+
+@pytest.mark.parametrize("path", FOR_GPUS, ids=lambda path: path.stem)
+def test_a_configuration_for_gpus_follows_the_advice_of_the_pages(path: Path) -> None:
+    """docs/memory.md: the first mode that fits; docs/parallelism.md: the smallest `zero`; docs/trainer-configs.md: compiled."""
+    config, needed, _ = on_h100s(path)
+    room = GPUS["h100"].memory * (1 - RESERVED)
+    assert config.train.compile
+    assert config.train.attention != "sdpa" or not config.data.sources  # flex, where documents would keep all scores
+    assert needed.peak <= room
+    modes = ["none", "ffn", "every:2", "full"]  # in the order of the page; `selective` is not compiled
+    for mode in modes[: modes.index(config.parallel.activation_checkpoint)]:
+        assert on_h100s(path, activation_checkpoint=mode)[1].peak > room, mode
+    layout = resolve_layout(config, world_of(path))
+    if config.parallel.zero != 1 and layout.dp_shard > 1 and layout.pp == 1:
+        assert on_h100s(path, zero=1)[1].peak > room
+
+
+@pytest.mark.parametrize("path", FOR_GPUS, ids=lambda path: path.stem)
+def test_intervals_of_a_configuration_cost_half_a_percent_more_than_those_of_its_plan(path: Path) -> None:
+    config, needed, step_s = on_h100s(path)
+    gpus, bytes_ = world_of(path), 12 * count_parameters(config.model)
+    best = failure_forecast(needed, bytes_, gpus=gpus, ranks_per_node=8, hours=PUBLISHED_GPU_HOURS, step_s=step_s)
+    costs = costs_from(
+        needed.held.state, bytes_, gpus=gpus, gpus_per_node=min(8, gpus), rates=Rates(), relaunch_s=RELAUNCH_S,
+        replace_s=REPLACE_S,
+    )  # fmt: skip
+    every, persist = config.checkpoint.snapshot_every, config.checkpoint.persist_every
+    assert isinstance(every, int)
+    assert isinstance(persist, int)
+    assert persist % every == 0
+    failures = Failures(gpus=gpus, gpu_mtbf_s=PUBLISHED_GPU_HOURS * 3600)
+    found = forecast(failures, costs, snapshot_s=every * step_s, persist_every=persist // every)
+    assert found.goodput > best["goodput"] - 0.005
