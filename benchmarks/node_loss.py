@@ -119,6 +119,9 @@ def one_loss(arm: Arm, args: argparse.Namespace, nbytes: int, kill_step: int) ->
         for node in range(NODES):
             start(them, node, arm, args, nbytes)
         hosts = {f"{them.prefix}{node}" for node in range(NODES)}
+        if args.spare:
+            them.until(lambda: reached(folder, args.persist_every) == hosts, "a round of three nodes", args.deadline_s)
+            start(them, NODES, arm, args, nbytes)
         them.until(lambda: reached(folder, kill_step) == hosts, f"step {kill_step} on all nodes", args.deadline_s)
         for path in [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("marks-")]:
             try:
@@ -129,7 +132,8 @@ def one_loss(arm: Arm, args: argparse.Namespace, nbytes: int, kill_step: int) ->
         them.link(LOST, up=False)  # a lost node does not close its connections: nothing comes from it any more
         killing = threading.Thread(target=them.kill, args=(LOST,))
         killing.start()
-        start(them, NODES, arm, args, nbytes)
+        if not args.spare:
+            start(them, NODES, arm, args, nbytes)
         hosts = (hosts - {f"{them.prefix}{LOST}"}) | {f"{them.prefix}{NODES}"}
         them.until(lambda: trained_again(folder, killed) == hosts, "the next step on three nodes", args.deadline_s)
         killing.join()
@@ -269,6 +273,9 @@ def parser() -> argparse.ArgumentParser:
     words.add_argument("--step-s", type=float, default=0.25, help="seconds of a step without a snapshot, about")
     words.add_argument("--snapshot-every", type=int, default=2, help="steps between snapshots in memory")
     words.add_argument("--persist-every", type=int, default=20, help="steps between checkpoints on storage")
+    words.add_argument(
+        "--spare", action="store_true", help="the fourth node waits from the start, and is not started at the loss"
+    )
     words.add_argument("--deadline-s", type=float, default=240.0, help="after which a round has failed")
     words.add_argument("--dir", help="folder for what stands for storage (default: the temporary folder)")
     words.add_argument("--json", type=Path)

@@ -173,7 +173,8 @@ class DlrunAgent(LocalElasticAgent):
                 group.state = result.state
                 if result.state is not WorkerState.HEALTHY:
                     return result
-                if self._stores.num_nodes_waiting() > 0 and not self._stop.is_under_way:
+                others_begin = self._stores.num_nodes_waiting() > 0 or self._stores.has_lost()
+                if others_begin and not self._stop.is_under_way:
                     return result
                 if (hanging := self._tick(context)) is not None:
                     return hanging

@@ -263,7 +263,7 @@ def _quicker(args: argparse.Namespace) -> str:
     """Return --rdzv-conf with waits that fit restarts of tenths of a second, where the user set none.
 
     torch waits 30 s for more nodes than the minimum, and 15 s until a silent one counts as dead. Here a node that
-    joins later is included by another restart.
+    joins later is included by another restart, and one whose machine does not answer is lost sooner (silence).
     """
     if args.rdzv_backend != "c10d":
         return str(args.rdzv_conf)

@@ -7,8 +7,11 @@ loopback address. Several nodes meet in a c10d store whose state is signed (shar
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
@@ -20,13 +23,14 @@ from torch.distributed.elastic.rendezvous import (
     c10d_rendezvous_backend,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, create_handler
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousSettings, _NodeDesc, create_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from flashckpt.daemon.launcher import job_secret, rendezvous_store
 from flashckpt.daemon.launcher.elastic_compat import replaced
 from flashckpt.daemon.launcher.job_secret import Seal
 from flashckpt.daemon.launcher.shared_state import SharedState
+from flashckpt.daemon.launcher.silence import BEAT_S
 
 _log = logging.getLogger("flashckpt.dlrun")
 
@@ -120,6 +124,14 @@ def _several_nodes(params: RendezvousParameters, secret: bytes) -> RendezvousHan
     seal = Seal(secret, f"rendezvous {params.run_id}")
     node = handler._this_node  # noqa: SLF001 -- torch offers no other way in
     # a state of an earlier launch never names this node, not even if its address and process id are the same
-    handler._this_node = _NodeDesc(node.addr, node.pid, secrets.randbits(62))  # noqa: SLF001 -- the same
-    handler._state_holder = SharedState(store, handler.settings, seal)  # noqa: SLF001 -- torch offers no other way in
+    node = handler._this_node = _NodeDesc(node.addr, node.pid, secrets.randbits(62))  # noqa: SLF001 -- the same
+    handler._settings = _with_frequent_beats(handler.settings)  # noqa: SLF001 -- the same
+    handler._state_holder = SharedState(store, handler.settings, seal, node)  # noqa: SLF001 -- the same
     return handler
+
+
+def _with_frequent_beats(settings: RendezvousSettings) -> RendezvousSettings:
+    """Return settings with the same limit for a silent node whose machine answers, and more keep-alives within it."""
+    patience = settings.keep_alive_interval * settings.keep_alive_max_attempt
+    interval = min(settings.keep_alive_interval, timedelta(seconds=BEAT_S))
+    return replace(settings, keep_alive_interval=interval, keep_alive_max_attempt=math.ceil(patience / interval))

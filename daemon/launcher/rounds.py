@@ -6,8 +6,6 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable
-from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
 from torch._C._distributed_c10d import Store
@@ -21,17 +19,14 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
     static_tcp_rendezvous,
 )
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    DynamicRendezvousHandler,
-    _DistributedRendezvousOpExecutor,
-    _NodeDesc,
-)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, _NodeDesc
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from flashckpt.daemon.launcher import job_secret, rendezvous_store
 from flashckpt.daemon.launcher.elastic_compat import replaced
+from flashckpt.daemon.launcher.job_state import JobState
 from flashckpt.daemon.launcher.sealed_store import SealedStore
-from flashckpt.daemon.launcher.shared_state import JobState
+from flashckpt.daemon.launcher.unit_rounds import UnitRounds
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -40,97 +35,6 @@ _log = logging.getLogger("flashckpt.dlrun")
 _LINGER_S = 2.5
 _LEAVE_S = 5.0
 _POLL_S = 0.05
-
-
-class UnitRounds(_DistributedRendezvousOpExecutor):
-    """The steps of a c10d rendezvous, whose every round is cut to the most nodes that fit the job; the others wait as spares.
-
-    What fits is a multiple of `unit`, and no number that the job's layout has refused. Nodes that trained in the previous
-    round have precedence: their memory holds the snapshots. If no number fits, the round stays open until a node joins
-    or leaves.
-    """
-
-    def __init__(self, inner: DynamicRendezvousHandler, unit: int, is_refused: Callable[[int], bool]) -> None:
-        super().__init__(inner._this_node, inner._state_holder, inner.settings)  # noqa: SLF001 -- torch offers no other way in
-        self._unit, self._is_refused = unit, is_refused
-        self.has_trained = False
-        self.has_waited = False
-        self.is_spare = False
-        self.held = 0
-
-    def waits(self) -> bool:
-        """Return whether a round has completed without this node since the last call."""
-        waited, self.has_waited = self.has_waited, False
-        return waited
-
-    def fitting(self, count: int) -> int:
-        """Return the most of `count` nodes that the job can run on, 0 if it can on none."""
-        least, most = self._settings.min_nodes, min(count, self._settings.max_nodes)
-        sizes = range(most // self._unit * self._unit, least - 1, -self._unit)
-        return next((size for size in sizes if not self._is_refused(size)), 0)
-
-    def joinable(self, running: int, waiting: int) -> int:
-        """Return how many waiting nodes would train if a new round began beside `running` ones."""
-        whole = waiting - waiting % self._unit
-        if not whole or not self._is_refused(running + whole):
-            return whole
-        return max(0, self.fitting(running + whole) - running)
-
-    def _add_to_wait_list(self) -> None:
-        self.has_waited = True
-        super()._add_to_wait_list()
-        running = len(self._state.participants)
-        self.is_spare = self.fitting(running + len(self._state.wait_list)) <= running
-
-    def missing(self, size: int) -> bool:
-        """Whether a node of the current round, of `size` nodes, has left it to begin another."""
-        return len(self._state_holder.state.participants) < size
-
-    def _add_to_participants(self) -> None:
-        super()._add_to_participants()
-        if not self._state.complete and self.has_trained:
-            self._state.participants[self._node] = 1  # a placeholder for its rank, assigned when the round completes
-
-    def _keep_alive(self) -> None:
-        super()._keep_alive()
-        state = self._state
-        enough = self._settings.min_nodes <= len(state.participants)
-        if self._node not in state.participants or state.complete or state.deadline is not None or not enough:
-            return
-        if not self._holds():  # a held round has another size now
-            state.deadline = datetime.now(timezone.utc) + self._settings.timeout.last_call
-
-    def _holds(self) -> bool:
-        """Return whether the round must stay open; logs the reason once per size."""
-        size = len(self._state.participants) // self._unit * self._unit
-        if not self._is_refused(size) or self.fitting(size):
-            return False
-        if self.held != size:
-            _log.warning(
-                "%d nodes do not fit the job's layout: waiting for more, up to %d, at most %.0f s"
-                " (--rdzv-conf join_timeout)",
-                size,
-                self._settings.max_nodes,
-                self._settings.timeout.join.total_seconds(),
-            )
-        self.held = size
-        return True
-
-    def _mark_rendezvous_complete(self) -> None:
-        nodes = self._state.participants
-        if self._holds():
-            self._state.deadline = None
-            return
-        self.held = 0
-        whole = len(nodes) // self._unit * self._unit
-        surplus = len(nodes) - (fitting := self.fitting(whole) or whole)
-        if fitting < whole:
-            _log.warning("the job's layout fits %d of %d nodes: the others wait as spares", fitting, len(nodes))
-        for node in sorted(nodes, key=lambda node: (-nodes[node], node))[len(nodes) - surplus :]:
-            del nodes[node]  # it joins the wait list when it next reads the state
-        if isinstance(self._state, JobState):
-            self._state.draw()
-        super()._mark_rendezvous_complete()
 
 
 class JobNotes:
@@ -230,7 +134,7 @@ class FreshStoreRendezvous(rendezvous_store.Forwarding):
         self._steps: UnitRounds | None = None
         self._nodes: dict[_NodeDesc, int] = {}
         self._before: dict[_NodeDesc, int] = {}
-        self._heard: dict[_NodeDesc, tuple[datetime, float]] = {}
+        self._heard: dict[_NodeDesc, float] = {}
         self._secret = job_secret.read_secret()
         if isinstance(inner, DynamicRendezvousHandler):
             self.notes = JobNotes(inner._store, inner.get_run_id(), self._secret)  # noqa: SLF001 -- torch offers no other way in
@@ -245,8 +149,6 @@ class FreshStoreRendezvous(rendezvous_store.Forwarding):
             state = inner._state_holder.state  # noqa: SLF001 -- a copy of what all nodes share
             self.note_round(state.round)
             self._before, self._nodes = self._nodes, dict(state.participants)
-            kept = self._before.keys() | self._nodes.keys()
-            self._heard = {node: when for node, when in self._heard.items() if node in kept}
             self._hear(inner)
         elif isinstance(inner, StaticTCPRendezvous):
             with replaced(static_tcp_rendezvous, "TCPStore", rendezvous_store.tcp_store):
@@ -331,22 +233,33 @@ class FreshStoreRendezvous(rendezvous_store.Forwarding):
             return {}  # the host of the store is gone; the next rendezvous reports it
         return _gone(self._nodes, inner._state_holder.state.participants)  # noqa: SLF001 -- a copy of what all nodes share
 
+    def has_lost(self) -> bool:
+        """Return whether a node of this round is lost with its machine, and the job can do without it.
+
+        Where it cannot, nothing is gained by a restart: the link may come back, and the ranks continue.
+        """
+        if self._steps is None or not isinstance(inner := self.inner, DynamicRendezvousHandler):
+            return False
+        state = inner._state_holder.state  # noqa: SLF001 -- a copy of what all nodes share
+        gone = self._nodes.keys() - state.participants.keys()
+        is_away = isinstance(state, JobState) and any(state.lost.get(node, (0, 0, 0))[2] for node in gone)
+        return is_away and self._steps.fitting(len(state.participants)) > 0
+
     def lost_since_the_round_before(self) -> dict[int, str]:
         """Return the nodes of the previous round that are not in this one, group rank -> address."""
         return _gone(self._before, self._nodes)
 
     def silent_s(self, rank: int, *, before: bool) -> float:
-        """Return the seconds since the last sign of a node of this round, or of the one `before`, by this node's clock; 0 unknown."""
+        """Return the seconds since the last sign of a node of this round, or of the one `before`; 0 unknown."""
         nodes = self._before if before else self._nodes
         node = next((node for node, number in nodes.items() if number == rank), None)
-        _, heard_s = self._heard.get(node, (None, 0.0)) if node is not None else (None, 0.0)
+        heard_s = self._heard.get(node, 0.0) if node is not None else 0.0
         return time.monotonic() - heard_s if heard_s else 0.0
 
     def _hear(self, inner: DynamicRendezvousHandler) -> None:
-        now_s = time.monotonic()
-        for node, at in inner._state_holder.state.last_heartbeats.items():  # noqa: SLF001 -- a copy of what all nodes share
-            if node not in self._heard or self._heard[node][0] != at:
-                self._heard[node] = at, now_s  # the clock of that node may be wrong
+        state, now_s = inner._state_holder.state, time.monotonic()  # noqa: SLF001 -- a copy of what all nodes share
+        lost = state.lost if isinstance(state, JobState) else {}
+        self._heard = {node: self._heard.get(node, now_s - silent_ms / 1e3) for node, (_, silent_ms, _) in lost.items()}
 
     def num_nodes_waiting(self) -> int:
         """Return how many waiting nodes can join: as many as fit, or any of them once a node has left the round."""

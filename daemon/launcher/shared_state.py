@@ -1,17 +1,18 @@
-"""The rendezvous state that the nodes of a job share: signed JSON in a store.
+"""The rendezvous state that the nodes of a job share: signed JSON in a store, with small keys beside it.
 
-torch keeps a pickle there, and its agents decode whatever they find: anybody who can reach the port can run code in
-them. Nothing from a store is ever unpickled here.
+The state has one key, and is replaced by compare-and-set. A number beside it counts its changes: who waits asks for the number,
+and reads the state when it is another. A keep-alive is a small key of each node, which one neighbour reads (silence). So what idle nodes
+ask for is as small with many nodes as with few.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import secrets
+import random
 import time
+from collections.abc import Callable
 from datetime import datetime, timezone
-from typing import Any
+from typing import TypeVar
 
 from torch._C._distributed_c10d import Store
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousStateError
@@ -19,33 +20,23 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousSettings,
     _BackendRendezvousStateHolder,
     _NodeDesc,
-    _RendezvousState,
+    _remove_participant_epilogue,
 )
 
 from flashckpt.daemon.launcher.job_secret import Seal, UnsealedError
+from flashckpt.daemon.launcher.job_state import JobState, decode, encode
+from flashckpt.daemon.launcher.silence import BEAT_S, Neighbours
 
 _log = logging.getLogger("flashckpt.dlrun")
 _NOTHING = "-"
-_CACHE_S = 1.0
-
-
-class JobState(_RendezvousState):
-    """torch's state of a rendezvous, and a random name of its last complete round.
-
-    What agents sign for each other in a round holds under that name alone: no value of another round verifies, and none
-    of an earlier launch with the same secret and --rdzv-id.
-
-    Attributes:
-        token: The round's random name; "" before the first round is complete.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.token = ""
-
-    def draw(self) -> None:
-        """Give the round that is being completed a new name."""
-        self.token = secrets.token_hex(16)
+_CACHE_S, _SUSPECT_CACHE_S = BEAT_S, 0.1
+_POLL_S, _POLL_NODE_S = 0.05, 0.0005
+_WHOLE_S = 5.0
+"""After which the state is read though its number is the same: its writer may have died before it counted."""
+_TURN_S, _MOST_TURN_S = 0.002, 1.0
+"""Seconds for each node of the job over which nodes spread the next try, where another was faster."""
+_BROKEN = (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError)
+T = TypeVar("T")
 
 
 class SharedState(_BackendRendezvousStateHolder):
@@ -55,14 +46,25 @@ class SharedState(_BackendRendezvousStateHolder):
         store: Holds the state.
         settings: The rendezvous settings.
         seal: Signs it.
+        node: This node; None for one that only looks.
     """
 
-    def __init__(self, store: Store, settings: RendezvousSettings, seal: Seal) -> None:
+    _state: JobState
+
+    def __init__(self, store: Store, settings: RendezvousSettings, seal: Seal, node: _NodeDesc | None = None) -> None:
         super().__init__(backend=None, settings=settings)  # type: ignore[arg-type]  # sync, below, is all that uses it
-        self._state = JobState()
-        self._store, self._seal = store, seal
+        self._store, self._seal, self._node = store, seal, node
         self._key = f"flashckpt.rendezvous.{settings.run_id}"
-        self._text = _NOTHING
+        self._state, self._text = JobState(), _NOTHING
+        self._changes, self._read_s = -1, 0.0
+        self._beat, self._beat_at = 0, datetime.min.replace(tzinfo=timezone.utc)
+        patience = settings.keep_alive_interval * settings.keep_alive_max_attempt
+        self._silence = Neighbours(patience.total_seconds(), self._beat_of)
+
+    @property
+    def state(self) -> JobState:
+        """This node's copy."""
+        return self._state
 
     def sync(self) -> bool | None:
         """Read the state, or write it if it was changed here; returns whether a change was taken, None if there was none.
@@ -73,100 +75,112 @@ class SharedState(_BackendRendezvousStateHolder):
         """
         has_set: bool | None = None
         if self._dirty:
-            wanted = self._seal.close(encode(self._state)).decode()
-            found = self._swap(self._text, wanted)
-            has_set = found == wanted
-        elif self._last_sync_time >= max(time.monotonic() - _CACHE_S, 0):
+            has_set, self._dirty = self._write(), False
+        elif self._last_sync_time >= max(time.monotonic() - self._cache_s(), 0):
             return None
-        else:
-            found = self._swap("", _NOTHING)  # sets the key only if it is unset; otherwise it only reads
-        self._state = JobState() if found == _NOTHING else self._decode(found)
-        self._text, self._dirty, self._last_sync_time = found, False, time.monotonic()
-        self._sanitize()
+        elif self.has_changed():
+            self._read()
+        self._last_sync_time = time.monotonic()
+        self._remove_lost()
         return has_set
 
-    def _swap(self, expected: str, wanted: str) -> str:
-        try:
-            found = self._store.compare_set(self._key, expected, wanted)
-        except (ValueError, RuntimeError, TimeoutError) as error:
-            raise RendezvousConnectionError("the rendezvous store cannot be reached") from error
-        return bytes(found).decode(errors="replace")
+    def has_changed(self) -> bool:
+        """Return whether the state must be read again."""
+        return self._count(0) != self._changes or time.monotonic() > self._read_s + _WHOLE_S
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when the state has changed, or after `timeout_s` seconds; the next `sync` reads it."""
+        end = time.monotonic() + timeout_s
+        pause_s = _POLL_S + _POLL_NODE_S * len(self._state.nodes())  # all ask one process
+        while not self.has_changed() and time.monotonic() < end:
+            time.sleep(pause_s)
+        self._last_sync_time = -1
+
+    def beat(self) -> None:
+        """Say that this node runs."""
+        if self._node is not None:
+            self._beat_at = datetime.now(timezone.utc)
+            self._beat = max(self._beat + 1, int(self._beat_at.timestamp() * 1000))
+            data = self._seal.close(f"{self._node} {self._beat}").decode()
+            self._asked(lambda: self._store.set(f"{self._key}.beat.{self._node}", data))
+            self._state.last_heartbeats[self._node] = self._beat_at
+
+    def _cache_s(self) -> float:
+        return _SUSPECT_CACHE_S if self._silence.suspects else _CACHE_S
+
+    def _write(self) -> bool:
+        """Write the state; where another node was faster, wait a moment, as one of many that try, and read its state."""
+        self.beat()
+        if self._replace():
+            return True
+        time.sleep(random.uniform(0, min(_MOST_TURN_S, _TURN_S * self._settings.min_nodes)))
+        self._read()
+        return False
+
+    def _replace(self) -> bool:
+        wanted = self._seal.close(encode(self._state)).decode()
+        if wanted == self._text:
+            return True
+        if self._swap(self._key, self._text, wanted) != wanted:
+            return False
+        self._text, self._read_s = wanted, time.monotonic()
+        self._count(1)  # not taken for the number of this state: another write may have been counted
+        return True
+
+    def _read(self) -> None:
+        changes = self._count(0)  # before the state: one that is written meanwhile is read again
+        found = self._swap(self._key, "", _NOTHING)  # sets the key only if it is unset; otherwise it only reads
+        self._state = JobState() if found == _NOTHING else self._decode(found)
+        self._text, self._changes, self._read_s = found, changes, time.monotonic()
+        if self._node in self._state.last_heartbeats:
+            self._state.last_heartbeats[self._node] = self._beat_at
 
     def _decode(self, text: str) -> JobState:
         try:
             return decode(self._seal.open(text.encode()))
         except UnsealedError as error:
             raise RendezvousStateError(f"the rendezvous state is refused: {error}") from error
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+        except _BROKEN as error:
             raise RendezvousStateError(
                 f"the rendezvous state is not one of dlrun's ({type(error).__name__})"
             ) from error
 
+    def _remove_lost(self) -> None:
+        """Take nodes that are lost out of the state, for all."""
+        if self._node is None:
+            return
+        state = self._state
+        lost = self._silence.lost(self._node, state.nodes())
+        for node, (silent_s, is_away) in lost.items():
+            machine = "its machine does not answer" if is_away else "its machine answers"
+            _log.warning("node %s: no keep-alive for %.1f s, %s: it is out of the round", node.addr, silent_s, machine)
+            was_in = state.participants.pop(node, None) is not None
+            state.wait_list.discard(node)
+            state.redundancy_list.discard(node)
+            state.lost[node] = [state.round, int(silent_s * 1000), int(is_away)]
+            if was_in:
+                _remove_participant_epilogue(state, self._settings)
+        if lost and not self._replace():
+            self._read()  # the next look finds them silent still
 
-def encode(state: _RendezvousState) -> str:
-    """Return the state as JSON, equal for equal states."""
-    return json.dumps({name: _plain(value) for name, value in sorted(vars(state).items())}, separators=(",", ":"))
+    def _beat_of(self, node: _NodeDesc) -> int:
+        """Return a node's newest keep-alive, 0 if there is none that it wrote."""
+        found = self._swap(f"{self._key}.beat.{node}", "", _NOTHING)
+        try:
+            name, _, beat = self._seal.open(found.encode()).rpartition(" ") if found != _NOTHING else ("", "", "0")
+            return int(beat) if name == str(node) else 0
+        except (UnsealedError, ValueError):
+            return 0
 
+    def _count(self, by: int) -> int:
+        return int(self._asked(lambda: self._store.add(f"{self._key}.changes", by)))
 
-def decode(text: str) -> JobState:
-    """Return the state of a JSON text.
+    def _swap(self, key: str, expected: str, wanted: str) -> str:
+        found = self._asked(lambda: self._store.compare_set(key, expected, wanted))
+        return bytes(found).decode(errors="replace")
 
-    Raises:
-        ValueError: it is not one, or a field has the wrong type.
-    """
-    fields, state = json.loads(text), JobState()
-    if not isinstance(fields, dict) or fields.keys() != vars(state).keys():
-        raise ValueError("the state has other fields")
-    for name, empty in vars(state).items():
-        value = _value(fields[name])
-        wanted = (datetime, type(None)) if empty is None else (type(empty),)
-        if type(value) not in wanted:
-            raise ValueError(f"{name} is a {type(value).__name__}")
-        setattr(state, name, value)
-    _check(state)
-    return state
-
-
-def _plain(value: Any) -> Any:
-    """Return a value of the state as JSON has it: times, nodes, sets and maps by one-element objects."""
-    if isinstance(value, _NodeDesc):
-        return {"node": [value.addr, value.pid, value.local_id]}
-    if isinstance(value, datetime):
-        return {"time": value.timestamp()}
-    if isinstance(value, set):
-        return {"set": [_plain(item) for item in sorted(value)]}
-    if isinstance(value, dict):
-        return {"map": [[_plain(key), _plain(value[key])] for key in sorted(value)]}
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    raise TypeError(f"unsupported type {type(value).__name__} in torch's rendezvous state")
-
-
-def _value(plain: Any) -> Any:
-    if not isinstance(plain, dict):
-        return plain
-    ((kind, inner),) = plain.items()
-    if kind == "node":
-        address, pid, number = inner
-        if (type(address), type(pid), type(number)) != (str, int, int):
-            raise ValueError("a node is a name, a process and a number")
-        return _NodeDesc(address, pid, number)
-    if kind == "time":
-        return datetime.fromtimestamp(float(inner), timezone.utc)
-    if kind == "set":
-        return {_value(item) for item in inner}
-    if kind == "map":
-        return {_value(key): _value(item) for key, item in inner}
-    raise ValueError(f"{kind} is not known")
-
-
-def _check(state: JobState) -> None:
-    """Raise ValueError unless every collection holds nodes, with ranks or times."""
-    nodes = [*state.participants, *state.wait_list, *state.redundancy_list, *state.last_heartbeats]
-    ranks, times = state.participants.values(), state.last_heartbeats.values()
-    if not (
-        all(isinstance(node, _NodeDesc) for node in nodes)
-        and all(type(rank) is int for rank in ranks)
-        and all(isinstance(time, datetime) for time in times)
-    ):
-        raise ValueError("not the nodes of a rendezvous")
+    def _asked(self, ask: Callable[[], T]) -> T:
+        try:
+            return ask()
+        except (ValueError, RuntimeError, TimeoutError) as error:
+            raise RendezvousConnectionError("the rendezvous store cannot be reached") from error

@@ -10,7 +10,8 @@ from typing import Any, cast
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
 from flashckpt.daemon.launcher.budget import Budget, RestartDecision
-from flashckpt.daemon.launcher.rounds import FreshStoreRendezvous, UnitRounds
+from flashckpt.daemon.launcher.rounds import FreshStoreRendezvous
+from flashckpt.daemon.launcher.unit_rounds import UnitRounds
 from flashckpt.shm import agent_folder
 from simulation.clock import CLOCK, Process
 from simulation.machines import Node

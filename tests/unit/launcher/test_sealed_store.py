@@ -14,8 +14,8 @@ from torch.distributed import DistStoreError
 from torch.distributed.elastic.utils.store import barrier
 
 from flashckpt.daemon.launcher import findings, node_check, stop
+from flashckpt.daemon.launcher.job_state import JobState
 from flashckpt.daemon.launcher.sealed_store import MOST_BYTES, SealedStore
-from flashckpt.daemon.launcher.shared_state import JobState
 from flashckpt.daemon.launcher.stop import Group
 
 SECRET = b"correct-horse-battery-staple"

@@ -1,0 +1,165 @@
+"""The steps of one node through a rendezvous: rounds of a size that fits the job."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
+
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    _Action,
+    _DistributedRendezvousOpExecutor,
+    _RendezvousContext,
+)
+
+from flashckpt.daemon.launcher.job_state import JobState
+from flashckpt.daemon.launcher.shared_state import SharedState
+
+_log = logging.getLogger("flashckpt.dlrun")
+_WAIT_S = 0.25
+_STEPS = {
+    _Action.ADD_TO_PARTICIPANTS: "_add_to_participants",
+    _Action.ADD_TO_WAIT_LIST: "_add_to_wait_list",
+    _Action.ADD_TO_REDUNDANCY_LIST: "_add_to_redundancy_list",
+    _Action.REMOVE_FROM_PARTICIPANTS: "_remove_from_participants",
+    _Action.REMOVE_FROM_WAIT_LIST: "_remove_from_wait_list",
+    _Action.REMOVE_FROM_REDUNDANCY_LIST: "_remove_from_redundancy_list",
+    _Action.MARK_RENDEZVOUS_COMPLETE: "_mark_rendezvous_complete",
+    _Action.MARK_RENDEZVOUS_CLOSED: "_mark_rendezvous_closed",
+}
+"""Methods that change the state for a node, by the action that torch's operations ask for."""
+
+
+class UnitRounds(_DistributedRendezvousOpExecutor):
+    """The steps of a c10d rendezvous, whose every round is cut to the most nodes that fit the job; the others wait as spares.
+
+    What fits is a multiple of `unit`, and no number that the job's layout has refused. Nodes that trained in the previous
+    round have precedence: their memory holds the snapshots. If no number fits, the round stays open until a node joins
+    or leaves.
+    """
+
+    def __init__(self, inner: DynamicRendezvousHandler, unit: int, is_refused: Callable[[int], bool]) -> None:
+        super().__init__(inner._this_node, inner._state_holder, inner.settings)  # noqa: SLF001 -- torch offers no other way in
+        self._unit, self._is_refused = unit, is_refused
+        self.has_trained = False
+        self.has_waited = False
+        self.is_spare = False
+        self.held = 0
+
+    def run(
+        self,
+        state_handler: Callable[[_RendezvousContext, float], _Action],
+        deadline: float,
+        update_deadline: Callable[[timedelta], float] | None = None,
+    ) -> None:
+        """Do what an operation asks for until it is finished.
+
+        As torch does, but keep-alives do not write the state, and waiting ends as soon as the state changes.
+        """
+        holder = self._state_holder
+        if not isinstance(holder, SharedState):
+            super().run(state_handler, deadline, update_deadline)
+            return
+        while True:
+            holder.sync()
+            self._state = holder.state
+            action = state_handler(_RendezvousContext(self._node, self._state, self._settings), deadline)
+            match action:
+                case _Action.FINISH:
+                    return
+                case _Action.ERROR_CLOSED:
+                    raise RendezvousClosedError
+                case _Action.ERROR_TIMEOUT:
+                    raise RendezvousTimeoutError
+                case _Action.SYNC:
+                    holder.wait(_WAIT_S)
+                case _Action.KEEP_ALIVE:
+                    holder.beat()
+                    self._keep_alive_in(holder)
+                case _:
+                    getattr(self, _STEPS[action])()
+                    holder.mark_dirty()
+            if action is _Action.REMOVE_FROM_REDUNDANCY_LIST and update_deadline is not None:
+                deadline = update_deadline(self._settings.timeout.join)
+
+    def _keep_alive_in(self, holder: SharedState) -> None:
+        before = self._state.deadline
+        self._keep_alive()
+        if self._state.deadline != before:
+            holder.mark_dirty()
+
+    def waits(self) -> bool:
+        """Return whether a round has completed without this node since the last call."""
+        waited, self.has_waited = self.has_waited, False
+        return waited
+
+    def fitting(self, count: int) -> int:
+        """Return the most of `count` nodes that the job can run on, 0 if it can on none."""
+        least, most = self._settings.min_nodes, min(count, self._settings.max_nodes)
+        sizes = range(most // self._unit * self._unit, least - 1, -self._unit)
+        return next((size for size in sizes if not self._is_refused(size)), 0)
+
+    def joinable(self, running: int, waiting: int) -> int:
+        """Return how many waiting nodes would train if a new round began beside `running` ones."""
+        whole = waiting - waiting % self._unit
+        if not whole or not self._is_refused(running + whole):
+            return whole
+        return max(0, self.fitting(running + whole) - running)
+
+    def _add_to_wait_list(self) -> None:
+        self.has_waited = True
+        super()._add_to_wait_list()
+        running = len(self._state.participants)
+        self.is_spare = self.fitting(running + len(self._state.wait_list)) <= running
+
+    def missing(self, size: int) -> bool:
+        """Whether a node of the current round, of `size` nodes, has left it to begin another."""
+        return len(self._state_holder.state.participants) < size
+
+    def _add_to_participants(self) -> None:
+        super()._add_to_participants()
+        if not self._state.complete and self.has_trained:
+            self._state.participants[self._node] = 1  # a placeholder for its rank, assigned when the round completes
+
+    def _keep_alive(self) -> None:
+        super()._keep_alive()
+        state = self._state
+        enough = self._settings.min_nodes <= len(state.participants)
+        if self._node not in state.participants or state.complete or state.deadline is not None or not enough:
+            return
+        if not self._holds():  # a held round has another size now
+            state.deadline = datetime.now(timezone.utc) + self._settings.timeout.last_call
+
+    def _holds(self) -> bool:
+        """Return whether the round must stay open; logs the reason once per size."""
+        size = len(self._state.participants) // self._unit * self._unit
+        if not self._is_refused(size) or self.fitting(size):
+            return False
+        if self.held != size:
+            _log.warning(
+                "%d nodes do not fit the job's layout: waiting for more, up to %d, at most %.0f s"
+                " (--rdzv-conf join_timeout)",
+                size,
+                self._settings.max_nodes,
+                self._settings.timeout.join.total_seconds(),
+            )
+        self.held = size
+        return True
+
+    def _mark_rendezvous_complete(self) -> None:
+        nodes = self._state.participants
+        if self._holds():
+            self._state.deadline = None
+            return
+        self.held = 0
+        whole = len(nodes) // self._unit * self._unit
+        surplus = len(nodes) - (fitting := self.fitting(whole) or whole)
+        if fitting < whole:
+            _log.warning("the job's layout fits %d of %d nodes: the others wait as spares", fitting, len(nodes))
+        for node in sorted(nodes, key=lambda node: (-nodes[node], node))[len(nodes) - surplus :]:
+            del nodes[node]  # it joins the wait list when it next reads the state
+        if isinstance(self._state, JobState):
+            self._state.draw()
+        super()._mark_rendezvous_complete()

@@ -1,0 +1,226 @@
+"""Many nodes in one rendezvous: each change is written once, keep-alives change nothing, and a writer that dies holds nobody up."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousSettings,
+    RendezvousTimeout,
+    _NodeDesc,
+    _RendezvousExitOp,
+    _RendezvousJoinOp,
+    _RendezvousKeepAliveOp,
+)
+
+from flashckpt.daemon.launcher import shared_state
+from flashckpt.daemon.launcher.job_secret import Seal
+from flashckpt.daemon.launcher.rounds import FreshStoreRendezvous
+from flashckpt.daemon.launcher.shared_state import SharedState
+from flashckpt.daemon.launcher.unit_rounds import UnitRounds
+
+SEAL = Seal(b"correct-horse-battery-staple", "rendezvous x")
+HEAD = "flashckpt.rendezvous.x"
+LONG_AGO = datetime(2020, 1, 1, tzinfo=timezone.utc)
+
+
+class Counted:
+    """A store that counts requests, and the bytes that go to it and come back."""
+
+    def __init__(self) -> None:
+        self.inner, self.lock = HashStore(), threading.Lock()
+        self.requests: Counter[str] = Counter()
+        self.nbytes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        def ask(*words: Any) -> Any:
+            with self.lock:
+                found = getattr(self.inner, name)(*words)
+                self.requests[name] += 1
+                self.nbytes += sum(len(str(word)) for word in words)
+                self.nbytes += len(found) if isinstance(found, bytes) else 8
+                return found
+
+        return ask
+
+
+class Job:
+    """Nodes of one rendezvous, each with its own view of a store, and threads for those that wait."""
+
+    def __init__(self, size: int) -> None:
+        self.store = Counted()
+        timeout = RendezvousTimeout(join=timedelta(seconds=60))
+        self.settings = RendezvousSettings("x", size, size, timeout, timedelta(seconds=60), 3)
+        self.nodes = [_NodeDesc(f"n{i:04}", 1, i) for i in range(size)]
+        self.views = {node: SharedState(self.store, self.settings, SEAL, node) for node in self.nodes}  # type: ignore[arg-type]
+        for view in self.views.values():
+            view._silence.lost = lambda *_: {}  # type: ignore[method-assign]  # its tests are in test_silence
+        self.steps = {node: self.steps_of(node) for node in self.nodes}
+
+    def steps_of(self, node: _NodeDesc) -> UnitRounds:
+        inner = DynamicRendezvousHandler(node, self.settings, "c10d", HashStore(), self.views[node])
+        return UnitRounds(inner, 1, lambda _: False)
+
+    def do(self, operation: Any, nodes: list[_NodeDesc]) -> None:
+        threads = [
+            threading.Thread(target=self.steps[node].run, args=(operation, float("inf")), daemon=True) for node in nodes
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive(), "a node that waits for ever"
+
+    def places(self) -> dict[str, int]:
+        view = self.views[self.nodes[0]]
+        view.wait(0)
+        view.sync()
+        return {node.addr: rank for node, rank in view.state.participants.items()}
+
+
+@pytest.mark.parametrize("size", [8, 48])
+def test_nodes_join_leave_and_join_again(size: int) -> None:
+    job = Job(size)
+    job.do(_RendezvousJoinOp(), job.nodes)
+    assert sorted(job.places().values()) == list(range(size))
+    job.do(_RendezvousExitOp(), job.nodes)
+    job.do(_RendezvousJoinOp(), job.nodes)
+    assert sorted(job.places().values()) == list(range(size))
+    state = job.views[job.nodes[0]].state
+    assert (state.round, state.complete) == (1, True)
+    assert job.store.inner.add(f"{HEAD}.changes", 0) <= 3 * size, "at most one write for each change"
+
+
+def bytes_of_an_idle_node(size: int) -> float:
+    """What a keep-alive and a look cost each node, when nothing happens."""
+    job = Job(size)
+    first = job.nodes[0]
+    job.views[first].sync()
+    job.views[first].state.participants = {node: rank for rank, node in enumerate(job.nodes)}
+    job.views[first].state.complete = True
+    job.views[first].mark_dirty()
+    assert job.views[first].sync() is True
+    for view in job.views.values():
+        view.wait(0)
+        view.sync()
+    before, writes = job.store.nbytes, job.store.inner.add(f"{HEAD}.changes", 0)
+    for node in job.nodes:
+        view = job.views[node]
+        view.state.last_heartbeats[node] = LONG_AGO
+        view._last_sync_time = view._read_s = float("inf")  # however long this loop takes
+        job.steps[node].run(_RendezvousOnce(), float("inf"))
+        view._last_sync_time = -1
+        view.sync()
+    assert job.store.inner.add(f"{HEAD}.changes", 0) == writes, "a keep-alive is no change"
+    return (job.store.nbytes - before) / size
+
+
+class _RendezvousOnce:
+    """A keep-alive that is due once."""
+
+    def __init__(self) -> None:
+        self.inner, self.is_done = _RendezvousKeepAliveOp(), False
+
+    def __call__(self, context: Any, deadline: float) -> Any:
+        action = self.inner(context, deadline)
+        if self.is_done:
+            return type(action).FINISH
+        assert action is type(action).KEEP_ALIVE
+        self.is_done = True
+        return action
+
+
+def test_what_an_idle_node_asks_for_does_not_grow_with_the_nodes() -> None:
+    few, many = bytes_of_an_idle_node(4), bytes_of_an_idle_node(64)
+    assert many == pytest.approx(few, abs=8)
+
+
+def test_a_write_that_another_was_faster_with_is_not_taken() -> None:
+    job = Job(2)
+    one, two = (job.views[node] for node in job.nodes)
+    assert (one.sync(), two.sync()) == (None, None)
+    one.state.participants[job.nodes[0]] = 0
+    one.mark_dirty()
+    assert one.sync() is True
+    two.state.round = 9
+    two.mark_dirty()
+    assert two.sync() is False, "it had not seen the change of the other"
+    assert (two.state.participants, two.state.round) == ({job.nodes[0]: 0}, 0)
+
+
+def test_a_writer_that_dies_before_it_counts_is_seen_a_little_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(2)
+    dead, other = (job.views[node] for node in job.nodes)
+    assert (dead.sync(), other.sync()) == (None, None)
+    dead.state.participants[job.nodes[0]] = 0
+    dead.mark_dirty()
+    monkeypatch.setattr(dead, "_count", lambda _: 0)  # killed between the state and its number
+    assert dead.sync() is True
+    other._last_sync_time = -1
+    other.sync()
+    assert not other.state.participants
+    monkeypatch.setattr(shared_state, "_WHOLE_S", 0.0)
+    other.wait(0)
+    other.sync()
+    assert other.state.participants == {job.nodes[0]: 0}
+
+
+def test_a_keep_alive_counts_only_from_its_node_and_with_the_secret() -> None:
+    job = Job(2)
+    one, two = (job.views[node] for node in job.nodes)
+    two.beat()
+    assert (first := one._beat_of(job.nodes[1])) > 0
+    two.beat()
+    assert one._beat_of(job.nodes[1]) > first
+    theirs = job.store.inner.get(f"{HEAD}.beat.{job.nodes[1]}")
+    job.store.inner.set(f"{HEAD}.beat.{job.nodes[0]}", theirs.decode())
+    assert one._beat_of(job.nodes[0]) == 0, "that of another node"
+    stranger = Seal(b"another secret of a job", "rendezvous x").close(f"{job.nodes[1]} 99")
+    job.store.inner.set(f"{HEAD}.beat.{job.nodes[1]}", stranger.decode())
+    assert one._beat_of(job.nodes[1]) == 0
+
+
+@pytest.mark.parametrize("race", [False, True], ids=["alone", "another-write-is-first"])
+def test_a_lost_node_is_out_of_the_state_for_all_and_a_waiting_one_may_join(*, race: bool) -> None:
+    job = Job(3)
+    job.do(_RendezvousJoinOp(), job.nodes)
+    watcher, lost, other = (job.views[node] for node in job.nodes)
+    for view in (watcher, other):
+        view.wait(0)
+        view.sync()
+    watcher._silence.lost = lambda *_: {job.nodes[1]: (1.5, True)}  # type: ignore[method-assign]
+    if race:
+        other.state.wait_list.add(_NodeDesc("n9", 1, 9))
+        other.mark_dirty()
+        assert other.sync() is True
+    watcher._remove_lost()
+    watcher._remove_lost()
+    other.wait(0)
+    other.sync()
+    assert set(other.state.participants) == {job.nodes[0], job.nodes[2]}
+    assert other.state.lost[job.nodes[1]] == [0, 1500, 1]
+    assert len(other.state.wait_list) == race
+    assert lost.state.participants.keys() == set(job.nodes), "it reads that when it is back"
+
+
+@pytest.mark.parametrize(
+    ("least", "back", "is_away", "expected"), [(1, 0, 1, True), (2, 0, 1, False), (1, 1, 1, False), (1, 0, 0, False)],
+    ids=["away", "the others are too few", "it came back", "its machine answers"],
+)  # fmt: skip
+def test_ranks_are_only_restarted_for_a_lost_node_that_is_away_and_not_needed(
+    least: int, back: int, is_away: int, *, expected: bool
+) -> None:
+    here, other = _NodeDesc("a", 1, 0), _NodeDesc("b", 1, 0)
+    settings = RendezvousSettings("x", least, 2, RendezvousTimeout(), timedelta(seconds=60), 3)
+    view = SharedState(HashStore(), settings, SEAL, here)
+    stores = FreshStoreRendezvous(DynamicRendezvousHandler(here, settings, "c10d", HashStore(), view))
+    stores._nodes = {here: 0, other: 1}
+    view.state.participants = {here: 0} | ({other: 1} if back else {})
+    view.state.lost = {other: [0, 1500, is_away]}
+    assert stores.has_lost() is expected
