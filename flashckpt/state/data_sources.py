@@ -173,7 +173,9 @@ def is_of_its_ranks(thing: Any) -> bool:
 
 def workers_of(loader: Any, state: Any) -> tuple[int, int] | None:
     """Return the workers of torchdata's loader, and those that a state of it was taken with; None for any other source."""
-    if not (_is(loader, "torchdata.stateful_dataloader", "StatefulDataLoader") and isinstance(state, Mapping) and state):
+    if not (
+        _is(loader, "torchdata.stateful_dataloader", "StatefulDataLoader") and isinstance(state, Mapping) and state
+    ):
         return None
     taken_with = state.get("_snapshot", {}).get("_main_snapshot", {}).get("_num_workers", 0)
     return loader.num_workers, taken_with
