@@ -65,8 +65,10 @@ def _dealt_before(owners: Iterable[str]) -> int:
 
 
 def _dealt_to(world: World) -> int:
-    names = () if world.mesh is None else world.mesh.mesh_dim_names or ()
-    sizes = [world.mesh.size(number) for number, name in enumerate(names) if name.startswith("dp")]
+    if (mesh := world.mesh) is None:
+        return world.size
+    names = enumerate(mesh.mesh_dim_names or ())
+    sizes = [mesh.size(number) for number, name in names if name.startswith("dp")]
     return math.prod(sizes) if sizes else world.size
 
 

@@ -315,7 +315,7 @@ def files_of(kind: str, folder: Path) -> Callable[[str], Any]:
         pq.write_table(table, folder / "a.parquet", row_group_size=60)
         with pa.OSFile(str(folder / "a.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as out:
             out.write_table(table, max_chunksize=60)
-    small = {"block_bytes": 500, "cache_blocks": 1}
+    small: dict[str, Any] = {"block_bytes": 500, "cache_blocks": 1}
     opened: dict[str, Callable[[str], Any]] = {
         "tokens": lambda url: TokenFile(f"{url}/a.bin", window=64, **small),
         "megatron": lambda url: MegatronFile(f"{url}/a", window=64, **small),

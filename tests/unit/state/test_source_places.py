@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # o
 
 
 def loader(workers: int = 0, **options: Any) -> Any:
-    return StatefulDataLoader(range(8), batch_size=2, num_workers=workers, **options)  # type: ignore[arg-type]
+    return StatefulDataLoader(range(8), batch_size=2, num_workers=workers, **options)
 
 
 def meshed(size: int, **dims: int) -> World:
