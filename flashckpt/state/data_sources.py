@@ -49,7 +49,7 @@ ELASTIC = Continuation(words="exact on any number of ranks")
 LOADER = Continuation(words="exact on the same number of ranks; with ElasticSampler as its sampler on any")
 NODES = Continuation(words="exact on the same number of ranks")
 ONE_FOR_ALL = Continuation(words="exact on any number of ranks, with the same global batch")
-BY_ITSELF = Continuation(
+BARE = Continuation(
     words="exact in the middle of one epoch at most: begun again at an end, or with other workers, it repeats samples or leaves them out",
     is_exact=False,
     remedy="track ExactLoader(loader) of flashckpt.integrations.loaders, and iterate over that",
@@ -104,7 +104,7 @@ def continuation_of(thing: Any) -> Continuation | None:
         return ONE_FOR_ALL
     if _is(thing, "datasets", "IterableDataset") and _has_buffer(thing):
         return SHUFFLED_STREAM
-    return BY_ITSELF if any(_is(thing, package, name) for package, name in _OTHERS) else None
+    return BARE if any(_is(thing, package, name) for package, name in _OTHERS) else None
 
 
 def _of_nodes(loader: Any) -> Continuation:
@@ -121,7 +121,7 @@ def _of_loader(loader: Any) -> Continuation:
     if any(_is(one, "datasets", "IterableDataset") and _has_buffer(one) for one in (data, *_members(data))):
         return SHUFFLED_STREAM
     if _is(data, "datasets", "IterableDataset"):
-        return BY_ITSELF
+        return BARE
     return OWN_STATE if keeps_state(data) else READ_AGAIN
 
 

@@ -31,7 +31,7 @@ from flashckpt.errors import ConfigError
 from flashckpt.sampler import ElasticBatchSampler, ElasticSampler
 from flashckpt.state import data_sources
 from flashckpt.state.data_sources import (
-    BY_ITSELF,
+    BARE,
     ELASTIC,
     LOADER,
     NODES,
@@ -215,7 +215,7 @@ SOURCES: dict[str, tuple[Callable[[], Any], Continuation | None]] = {
     ),
     "loader of a stream with state": (lambda: StatefulDataLoader(StreamWithState(), batch_size=2), OWN_STATE),
     "loader of a stream": (lambda: StatefulDataLoader(Stream(), batch_size=2), READ_AGAIN),
-    "stream of datasets": (lambda: stream_of_datasets("MappedExamplesIterable"), BY_ITSELF),
+    "stream of datasets": (lambda: stream_of_datasets("MappedExamplesIterable"), BARE),
     "shuffled stream of datasets": (
         lambda: stream_of_datasets("BufferShuffledExamplesIterable", "MappedExamplesIterable"),
         SHUFFLED_STREAM,
@@ -224,12 +224,12 @@ SOURCES: dict[str, tuple[Callable[[], Any], Continuation | None]] = {
         lambda: interleaved(stream_of_datasets(), stream_of_datasets("BufferShuffledExamplesIterable")),
         SHUFFLED_STREAM,
     ),
-    "streams of datasets": (lambda: interleaved(stream_of_datasets(), stream_of_datasets()), BY_ITSELF),
+    "streams of datasets": (lambda: interleaved(stream_of_datasets(), stream_of_datasets()), BARE),
     "stream of other datasets": (lambda: foreign("datasets.iterable_dataset", "IterableDataset"), SHUFFLED_STREAM),
-    "iterator of Grain": (lambda: foreign("grain._src.python.dataset.dataset", "DatasetIterator"), BY_ITSELF),
-    "loader of Grain": (lambda: foreign("grain._src.python.data_loader", "DataLoaderIterator"), BY_ITSELF),
+    "iterator of Grain": (lambda: foreign("grain._src.python.dataset.dataset", "DatasetIterator"), BARE),
+    "loader of Grain": (lambda: foreign("grain._src.python.data_loader", "DataLoaderIterator"), BARE),
     "loader of mosaicml": (lambda: foreign("streaming.base.dataloader", "StreamingDataLoader"), ONE_FOR_ALL),
-    "loader of litdata": (lambda: foreign("litdata.streaming.dataloader", "StreamingDataLoader"), BY_ITSELF),
+    "loader of litdata": (lambda: foreign("litdata.streaming.dataloader", "StreamingDataLoader"), BARE),
     "of a package with a like name": (lambda: foreign("datasets_of_mine", "IterableDataset"), None),
     "object": (Foreign, None),
     "module": (lambda: torch.nn.Linear(2, 2), None),
