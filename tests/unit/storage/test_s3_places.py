@@ -241,38 +241,6 @@ def test_keys_that_were_replaced_in_their_file_are_read_again(
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-def test_keys_that_expire_between_two_parts_leave_nothing_half_and_the_next_upload_is_whole(
-    config: pytest.MonkeyPatch, stub: Stub, client: str, tmp_path: Path
-) -> None:
-    file, piece = tmp_path / "credentials", 9 << 20
-    words = "[default]\naws_access_key_id = {}\naws_secret_access_key = s\n"
-    config.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
-    config.setenv("AWS_ENDPOINT_URL", stub.endpoint)
-    config.setattr(stub, "expired", set())
-    file.write_text(words.format("old"))
-    store = open_store("s3://bucket/run", backend=client, retries=2, timeout_s=5)
-
-    class Parts:
-        def __iter__(self) -> Iterator[memoryview]:
-            for number in range(6):
-                if number == 4:
-                    wait_for(lambda: any("partNumber" in one.query for one in stub.asked), what="a first part")
-                    stub.expired.add("old")
-                    file.write_text(words.format("new"))
-                yield memoryview(bytes([number]) * piece)
-
-    stub.asked.clear()
-    with pytest.raises(RootError, match="ExpiredToken"):
-        store.put_object("big", Parts(), 6 * piece)
-    assert "run/big" not in stub.objects
-    store.put_object("big", Parts(), 6 * piece)
-    assert stub.objects["run/big"][0] == b"".join(bytes([number]) * piece for number in range(6))
-    assert stub.asked[-1].key == "new"
-    stub.objects.clear()
-    store.close()
-
-
-@pytest.mark.parametrize("client", CLIENTS)
 def test_keys_that_expire_are_asked_for_again_before_a_request_fails(
     config: pytest.MonkeyPatch, stub: Stub, client: str, tmp_path: Path
 ) -> None:
