@@ -11,7 +11,15 @@ from torch.utils.data import DataLoader, IterableDataset
 from flashckpt.core.values import pack_values, unpack_values
 from flashckpt.errors import ConfigError
 from flashckpt.state import pytree
-from flashckpt.state.data_sources import SHUFFLED_STREAM, asks_for_more, continuation_of, keeps_its_place, refusal_of
+from flashckpt.state.data_sources import (
+    RANDOM_ORDER,
+    SHUFFLED_STREAM,
+    asks_for_more,
+    continuation_of,
+    keeps_its_place,
+    keeps_state,
+    refusal_of,
+)
 
 BEGIN_AGAIN = "ExactLoader(..., replay=True) reads an epoch again from its beginning, up to the place"
 
@@ -126,13 +134,14 @@ def source_of(thing: Any, *, replay: bool) -> BatchSource:
     """
     if replay:
         return Replayed(thing)
-    if continuation_of(thing) is SHUFFLED_STREAM:
+    if (found := continuation_of(thing)) is SHUFFLED_STREAM:
         raise _refused(thing, "its shuffle() keeps samples in a buffer that no state_dict() of it holds")
     if asks_for_more(thing):
         raise _refused(thing, "its state_dict() asks how much was read", (refusal_of(thing) or ("", ""))[1])
-    if keeps_its_place(thing):
+    is_kept = found is not None and found.is_kept_whole
+    if keeps_its_place(thing) or (is_kept and keeps_state(thing)):
         return Loader(thing)
-    if (known := refusal_of(thing)) is not None:
+    if not is_kept and (known := refusal_of(thing)) is not None:
         raise _refused(thing, "it keeps no state that continues at every restart", known[1].partition("; or ")[0])
     if callable(getattr(thing, "__iter__", None)):
         return WithIterators(thing)
@@ -154,7 +163,8 @@ def _set_epoch(source: Any, epoch: int) -> None:
 def _refused(thing: Any, why: str, otherwise: str = "") -> ConfigError:
     is_stream = isinstance(thing, IterableDataset) or hasattr(thing, "_ex_iterable")
     indexed = "an indexed data set with an ElasticSampler" if is_stream else ""
-    remedies = [one for one in (otherwise or indexed, BEGIN_AGAIN) if one]
+    again = "" if continuation_of(thing) is RANDOM_ORDER else BEGIN_AGAIN  # that would be another order too
+    remedies = [one for one in (otherwise or indexed, again) if one]
     return ConfigError(
         "no exact position in this source of data",
         found=f"{type(thing).__module__}.{type(thing).__qualname__}: {why}",

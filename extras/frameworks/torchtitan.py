@@ -28,6 +28,7 @@ from flashckpt.integrations.shared import OneForAllRanks
 from flashckpt.report import guarded
 from flashckpt.state import rng
 from flashckpt.state.data_sources import PAGE, continuation_of
+from flashckpt.state.source_places import refuse_other_workers
 
 _log = guarded(logging.getLogger("flashckpt"))
 _MESH = ["pp", "batch", "cp", "tp"]
@@ -142,7 +143,7 @@ class FlashCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # to
         )
         found = _DataRanks(ranks)
         if (loader := parts["dataloader"]) is not None:
-            _say_how_it_continues(loader, is_first=rank == 0)
+            _refuse_inexact(loader)
             _take_positions(loader, every=self._config.snapshot_every, instead_of=self._config.interval)
             positions: dict[str, Any] = {"data": found, f"data-{rank}": _Position(loader, ranks)}
             self.checkpointer.track(**positions)
@@ -266,6 +267,7 @@ class _Position:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         if state_dict["ranks"] == self._ranks:
+            refuse_other_workers("data", self._loader, state_dict["loader"])
             self._own.load_state_dict(state_dict["loader"])
 
 
@@ -289,10 +291,25 @@ def _mesh_of(trainer: Any) -> Any:
     return None if dims is None else dims.get_optional_mesh(_MESH, include_singleton_axes=True)
 
 
-def _say_how_it_continues(loader: Any, *, is_first: bool) -> None:
+def _refuse_inexact(loader: Any) -> None:
+    """Refuse a loader that certainly leaves samples out, or repeats them, after a restart; warn where nobody can tell.
+
+    Raises:
+        ConfigError: Names what is exact.
+    """
     found = continuation_of(loader)
-    if is_first and found is not None and not found.is_exact:
+    if found is None or found.is_exact:
+        return
+    if not found.remedy:
         _log.warning("data (%s): %s; see %s", type(loader).__qualname__, found.words, PAGE)
+        return
+    raise ConfigError(
+        f"torchtitan's loader, a {type(loader).__qualname__}, has no exact position",
+        found=found.words,
+        expected="a source that is exact at every restart",
+        state="Nothing was loaded or written.",
+        remedy=found.remedy.partition("; or ")[0],
+    )
 
 
 def _take_positions(loader: Any, *, every: int, instead_of: int) -> None:

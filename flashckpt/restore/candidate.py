@@ -244,12 +244,15 @@ def require_covered(attempt: Attempt, prepared: Prepared) -> Prepared:
 
     Raises:
         ShardGapError: The sources do not cover what is required, or values are missing.
+        SamplerStateError: What is missing is the place of a loader on another number of ranks.
     """
     required, is_whole = prepared.required, prepared.is_whole(attempt.candidate)
     if (required.missing and attempt.is_strict) or required.unnamed:
         here = sorted(prepared.comparison.foreign)
         raise missing_error(required.missing or [required.unnamed[0].filed_under], here, is_whole=is_whole)
     if lost := lacks_values(attempt, prepared):
+        for name in [name for name in lost if is_whole and name in attempt.tracked.objects]:
+            prepared.values.refuse_other_places(attempt.tracked, name, attempt.tracked.objects[name])
         raise missing_error(lost, [], is_whole=is_whole)
     prepared.plan.require_complete([source.name for source in prepared.sources.all])
     return prepared

@@ -22,6 +22,7 @@ from flashckpt.state.group_lists import GroupsOf, beside, in_live_order
 from flashckpt.state.loaded import Giving, ask
 from flashckpt.state.placement import dtensor, replicated
 from flashckpt.state.registry import StateRegistry
+from flashckpt.state.source_places import refuse_other_ranks, refuse_other_workers
 
 _OF_THE_WHOLE = frozenset({"groups", "forms", "state", "extra"})
 """What stands behind an optimizer's name in keys that are no parameter's."""
@@ -51,6 +52,12 @@ class Values:
         if others and all(value == others[0] for value in others):
             return True, others[0]
         return False, None
+
+    def refuse_other_places(self, tracked: StateRegistry, name: str, thing: Any) -> None:
+        """Raise SamplerStateError for a source of data that was dealt to another number of ranks."""
+        if self._manifests and tracked.key_of(name, thing) != name:
+            owners = [split_owner(key)[1] for key, base in self._bases.items() if base == name]
+            refuse_other_ranks(name, thing, owners, self._manifests[0].world_size, tracked.world)
 
     def recorded(self, base: str) -> list[Any]:
         """Return the values under `base` and `base@...` of all manifests, this rank's first."""
@@ -175,8 +182,10 @@ def _give_objects(
     for name, thing in sorted(tracked.objects.items(), key=lambda item: samplers.is_sampler(item[1])):
         found, skeleton = values.find(tracked.key_of(name, thing)) if is_wanted(name, only) else (False, None)
         if found:
+            values.refuse_other_places(tracked, name, thing)
             given.append((Giving(name, thing), functools.partial(state_of, name, thing, skeleton)))
-            given[-1][0].give(given[-1][1]())
+            refuse_other_workers(name, thing, state := given[-1][1]())
+            given[-1][0].give(state)
         elif is_wanted(name, only) and not _is_optional(thing):
             missing.append(name)
         tracked.was_given(name)

@@ -16,11 +16,13 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 _OF_NUMBERS = ("SequentialSampler", "DistributedSampler", "SeedableRandomSampler", "_InfiniteConstantSampler")
 """Samplers whose order follows from numbers that the program gives them: the epoch, a seed."""
+_DRAWN = ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")
+"""Samplers that draw another order each time."""
 _OTHERS = (
+    ("datasets", "IterableDataset"),
     ("grain", "DatasetIterator"),
     ("grain", "DataLoaderIterator"),
     ("litdata", "StreamingDataLoader"),
-    ("streaming", "StreamingDataLoader"),
 )
 """Loaders of other libraries that keep their own state."""
 PAGE = "docs/data.md, which data source is exact"
@@ -33,57 +35,82 @@ class Continuation:
     Attributes:
         words: For people; begins with "exact" where it is.
         is_exact: Whether every sample comes once on the ranks that it had; False: not, or nobody can tell.
+        remedy: What is exact instead, where this certainly is not: it is refused.
+        is_kept_whole: An ExactLoader makes it exact.
     """
 
     words: str
     is_exact: bool = True
+    remedy: str = ""
+    is_kept_whole: bool = False
 
 
 ELASTIC = Continuation(words="exact on any number of ranks")
 LOADER = Continuation(words="exact on the same number of ranks; with ElasticSampler as its sampler on any")
 NODES = Continuation(words="exact on the same number of ranks")
-OTHER_LOADER = Continuation(
-    words="exact on the same ranks and loader workers, as far as its library is; in flashckpt.integrations.loaders.ExactLoader "
-    "each restore proves it"
+ONE_FOR_ALL = Continuation(words="exact on any number of ranks, with the same global batch")
+BARE = Continuation(
+    words="exact in the middle of one epoch at most: begun again at an end, or with other workers, it repeats samples or leaves them out",
+    is_exact=False,
+    remedy="track ExactLoader(loader) of flashckpt.integrations.loaders, and iterate over that",
+    is_kept_whole=True,
 )
 OWN_STATE = Continuation(
     words="exact on the same ranks and loader workers, if load_state_dict() of the data set continues at the next sample"
 )
+REPLAY = "ExactLoader(loader, replay=True) of flashckpt.integrations.loaders reads an epoch again up to the place"
 READ_AGAIN = Continuation(
     words="exact at the first restart only: its data set keeps no state and is read again from its beginning, and the loader counts "
     "that twice; the next restart leaves data out or fails",
     is_exact=False,
+    remedy=f"give its data set state_dict() and load_state_dict(); or {REPLAY}",
 )
 ORDER_AGAIN = Continuation(
-    words="exact only if its sampler gives the same order each time: it keeps no state, and is read again from its beginning",
+    words="exact only if its sampler gives the same order each time: it keeps no state, and is read again from its beginning; "
+    "in flashckpt.integrations.loaders.ExactLoader another order is refused",
     is_exact=False,
+)
+RANDOM_ORDER = Continuation(
+    words="exact to the end of the first epoch at most: its sampler draws another order each time, and keeps no state",
+    is_exact=False,
+    remedy="StatefulDataLoader(..., shuffle=True), a StatefulDistributedSampler, or an ElasticSampler, which continues on any "
+    "number of ranks",
 )
 SHARED_GENERATOR = Continuation(
     words="exact to the end of the epoch: its sampler and the loader itself draw from one generator=, of which it records the "
-    "sampler's part; flashckpt.integrations.loaders.ExactLoader keeps it",
+    "sampler's part",
     is_exact=False,
+    remedy="leave out generator=; or ExactLoader(loader) of flashckpt.integrations.loaders, which keeps it",
+    is_kept_whole=True,
 )
-STREAM = Continuation(words="exact on the same ranks, iterated in this process")
 SHUFFLED_STREAM = Continuation(
-    words="exact but for what its shuffle buffer holds: those samples do not come after a restart", is_exact=False
+    words="exact but for what its shuffle buffer holds: those samples do not come after a restart",
+    is_exact=False,
+    remedy=f"leave out shuffle(buffer_size=...); or an indexed data set with an ElasticSampler, which shuffles all of it; or {REPLAY}",
 )
 
 
 def continuation_of(thing: Any) -> Continuation | None:
     """Return how a tracked object continues; None for what is no source of data."""
+    thing = thing.thing if isinstance(thing, OfGetState) else thing
     for part in (thing, getattr(thing, "sampler", None), getattr(thing, "batch_sampler", None)):
         if type(part).__module__.startswith("flashckpt.sampler."):
             return ELASTIC
     if _is(thing, "torchdata.stateful_dataloader", "StatefulDataLoader"):
         return _of_loader(thing)
     if _is(thing, "torchdata.nodes", "Loader"):
-        found = [LOADER if keeps_state(part) else _read_again(part) for part in _leaves(thing.root)]
-        return NODES if all(one.is_exact for one in found) else ORDER_AGAIN
-    if _is(thing, "datasets", "IterableDataset"):
-        return SHUFFLED_STREAM if _has_buffer(thing) else STREAM
-    if any(_is(thing, package, name) for package, name in _OTHERS):
-        return OTHER_LOADER
-    return None
+        return _of_nodes(thing)
+    if _is(thing, "streaming", "StreamingDataLoader"):
+        return ONE_FOR_ALL
+    if _is(thing, "datasets", "IterableDataset") and _has_buffer(thing):
+        return SHUFFLED_STREAM
+    return BARE if any(_is(thing, package, name) for package, name in _OTHERS) else None
+
+
+def _of_nodes(loader: Any) -> Continuation:
+    found = [LOADER if keeps_state(part) else _read_again(part) for part in _leaves(loader.root)]
+    worst = min(found, key=lambda one: (one.is_exact, not one.remedy), default=LOADER)
+    return NODES if worst.is_exact else worst
 
 
 def _of_loader(loader: Any) -> Continuation:
@@ -91,8 +118,10 @@ def _of_loader(loader: Any) -> Continuation:
     if not isinstance(data, IterableDataset):
         found = _of_order(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
         return SHARED_GENERATOR if found is LOADER and _shares_generator(loader) else found
-    if _is(data, "datasets", "IterableDataset") and _has_buffer(data):
+    if any(_is(one, "datasets", "IterableDataset") and _has_buffer(one) for one in (data, *_members(data))):
         return SHUFFLED_STREAM
+    if _is(data, "datasets", "IterableDataset"):
+        return BARE
     return OWN_STATE if keeps_state(data) else READ_AGAIN
 
 
@@ -116,10 +145,10 @@ def _of_order(order: Any) -> Continuation:
 
 def _read_again(order: Any) -> Continuation:
     """Return how a loader continues of which the order is not recorded."""
-    is_same = isinstance(order, (range, list, tuple)) or any(
-        kind.__name__ in _OF_NUMBERS for kind in type(order).__mro__
-    )
-    return LOADER if is_same else ORDER_AGAIN
+    names = {kind.__name__ for kind in type(order).__mro__}
+    if isinstance(order, (range, list, tuple)) or not names.isdisjoint(_OF_NUMBERS):
+        return LOADER
+    return ORDER_AGAIN if names.isdisjoint(_DRAWN) else RANDOM_ORDER
 
 
 def _leaves(node: Any) -> Iterator[Any]:
@@ -135,6 +164,21 @@ def _leaves(node: Any) -> Iterator[Any]:
             waiting += [one for one in inside if _is(one, "torchdata.nodes", "BaseNode")]
             if name in ("sampler", "iterable"):
                 yield value
+
+
+def is_of_its_ranks(thing: Any) -> bool:
+    """Whether the state of a source holds the place of one of the ranks that it was dealt to, and of no other number of them."""
+    return continuation_of(thing) not in (None, ELASTIC, ONE_FOR_ALL)
+
+
+def workers_of(loader: Any, state: Any) -> tuple[int, int] | None:
+    """Return the workers of torchdata's loader, and those that a state of it was taken with; None for any other source."""
+    if not (
+        _is(loader, "torchdata.stateful_dataloader", "StatefulDataLoader") and isinstance(state, Mapping) and state
+    ):
+        return None
+    taken_with = state.get("_snapshot", {}).get("_main_snapshot", {}).get("_num_workers", 0)
+    return loader.num_workers, taken_with
 
 
 def begins_when_read(thing: Any) -> bool:
@@ -175,25 +219,22 @@ def _is_source(thing: Any) -> bool:
 
 def refusal_of(thing: Any) -> tuple[str, str] | None:
     """Return (what was expected, what to do) for a source of data that has no state to track; None for anything else."""
-    again = "ExactLoader(loader, replay=True) of flashckpt.integrations.loaders reads an epoch again up to the place"
     if asks_for_more(thing):
         return (
             "a loader that counts what it hands out: this state_dict() asks for that count",
             "iterate over it in its library's loader, such as StreamingDataLoader, and track that",
         )
-    if (found := continuation_of(thing)) is READ_AGAIN:
-        return f"a source that is exact at every restart; this one is {found.words}", (
-            f"give its data set state_dict() and load_state_dict(); or {again}"
-        )
+    if (found := continuation_of(thing)) is not None and found.remedy:
+        return f"a source that is exact at every restart; this one is {found.words}", found.remedy
     if isinstance(thing, DataLoader):
         return (
             "a sampler that keeps a position, or a loader that does",
-            f"give the loader an ElasticSampler and track that, or track torchdata's StatefulDataLoader; or {again}",
+            f"give the loader an ElasticSampler and track that, or track torchdata's StatefulDataLoader; or {REPLAY}",
         )
     if isinstance(thing, IterableDataset) or _is(thing, "webdataset", "DataPipeline"):
         return "a data set with state_dict() and load_state_dict()", (
             "write both (what was read so far, and how to continue there), or use one that is indexed (WebDataset's wids), "
-            f"with an ElasticSampler; or {again}"
+            f"with an ElasticSampler; or {REPLAY}"
         )
     return None
 
@@ -220,7 +261,8 @@ def keeps_state(data: Any) -> bool:
 
 def keeps_its_place(thing: Any) -> bool:
     """Whether its state can be asked for, and tells its place at every restart."""
-    return keeps_state(thing) and not asks_for_more(thing) and continuation_of(thing) is not READ_AGAIN
+    found = continuation_of(thing)
+    return keeps_state(thing) and not asks_for_more(thing) and not (found is not None and found.remedy)
 
 
 def asks_for_more(thing: Any) -> bool:
@@ -236,22 +278,22 @@ def asks_for_more(thing: Any) -> bool:
 class OfGetState:
     """An object with `get_state()` and `set_state()`, as Grain's iterators and torch's generators are.
 
-    Args:
+    Attributes:
         thing: The object.
     """
 
     flashckpt_is_of_users = True
 
     def __init__(self, thing: Any) -> None:
-        self._thing = thing
+        self.thing = thing
 
     def state_dict(self) -> dict[str, Any]:
         """Return its state."""
-        return {"state": self._thing.get_state()}
+        return {"state": self.thing.get_state()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Give it its state."""
-        self._thing.set_state(state_dict["state"])
+        self.thing.set_state(state_dict["state"])
 
 
 def with_state_dict(thing: Any) -> Any:
@@ -262,12 +304,14 @@ def with_state_dict(thing: Any) -> Any:
 
 def _has_buffer(stream: Any) -> bool:
     """Whether a stream of `datasets` is shuffled within a buffer, or cannot be asked."""
-    part = getattr(stream, "_ex_iterable", None)
-    if part is None:
-        return True
-    while part is not None and type(part).__name__ != "BufferShuffledExamplesIterable":
-        part = getattr(part, "ex_iterable", None)
-    return part is not None
+    waiting = [getattr(stream, "_ex_iterable", None)]
+    for part in waiting:
+        if part is None or type(part).__name__ == "BufferShuffledExamplesIterable":
+            return True
+        if (inner := getattr(part, "ex_iterable", None)) is not None:
+            waiting.append(inner)
+        waiting += getattr(part, "ex_iterables", ())  # of streams that are interleaved or concatenated
+    return False
 
 
 def _is(thing: Any, package: str, name: str) -> bool:

@@ -105,6 +105,9 @@ def test_sharded_run_that_is_killed_goes_on_from_memory_and_on_one_rank_as_asked
         assert lines(killed, rank) == lines(whole, rank)
     assert digests(killed, "ended", 2) == digests(whole, "ended", 2)
     assert steps_on_storage(whole) == [4, 8, 9]
+    if not NEXT:  # Grain's loaders there have no workers
+        output = run(whole, 2, code=19)  # without the one that --validate gives
+        assert "'data', a HuggingFaceTextDataLoader, has no position with another number of workers" in output, output
     sharded = digests(whole, "ended", 2)
     output = run(whole, 1, code=19)
     assert "torchtitan's loader has no position on another number of data-parallel ranks" in output, output

@@ -12,14 +12,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import pytest
 import torch
 import torch.distributed as dist
 from support.paths import ROOT
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, RandomSampler, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from flashckpt.errors import ConfigError
+from flashckpt.errors import ConfigError, SamplerStateError
 from integration.frameworks import torchtitan_cpu
 
 PAGE = ROOT / "docs/recipes.md"
@@ -41,6 +42,21 @@ class Counted:
 class Stream(IterableDataset):  # type: ignore[type-arg]
     def __iter__(self):
         yield torch.ones(2)
+
+
+class AroundStream(Stream):
+    """As torchtitan's data sets: it has a stream of `datasets`, here one that a user shuffled, and the state of that."""
+
+    def __init__(self):
+        rows = datasets.Dataset.from_list([{"id": 0}]).to_iterable_dataset()
+        self._data = rows.shuffle(seed=1, buffer_size=4)
+
+    state_dict, load_state_dict = Counted.state_dict, Counted.load_state_dict
+
+
+class Own(Sampler):  # type: ignore[type-arg]
+    def __iter__(self):
+        return iter(range(8))
 
 
 def settings(integration, folder):
@@ -131,21 +147,41 @@ def without_trainer(integration, folder):
 
 
 def positions(integration, folder):
-    """Workers tell their place as often as there are snapshots; a stream without state is read again, and that is said."""
+    """Workers tell their place as often as there are snapshots, and others than recorded have none."""
     loader = StatefulDataLoader(Stream(), snapshot_every_n_steps=500 * 8)
     integration._take_positions(loader, every=5, instead_of=500)
     assert loader.snapshot_every_n_steps == 5 * 8
+    position = integration._Position(Counted(), ranks=2)
+    position.load_state_dict({"ranks": 3, "loader": {"count": 7}})
+    assert position.state_dict() == {"ranks": 2, "loader": {"count": 0}}
+    recorded = {"ranks": 2, "loader": {"_snapshot": {"_main_snapshot": {"_num_workers": 3}}}}
+    with pytest.raises(SamplerStateError, match="no position with another number of workers") as caught:
+        integration._Position(loader, ranks=2).load_state_dict(recorded)
+    assert caught.value.remedy.startswith("num_workers=3; ")
+
+
+def loaders(integration, folder):
+    """What repeats samples, or leaves them out, after a restart is refused; of an order of one's own nobody can tell."""
+    drawn = RandomSampler(range(8))
+    refused = {
+        "give its data set state_dict()": StatefulDataLoader(Stream()),
+        "StatefulDataLoader(..., shuffle=True)": StatefulDataLoader(range(8), sampler=drawn),
+        "leave out shuffle(buffer_size=...)": StatefulDataLoader(AroundStream()),
+    }
+    for remedy, loader in refused.items():
+        with pytest.raises(ConfigError, match="StatefulDataLoader, has no exact position") as caught:
+            built(integration.FlashCheckpointManager.Config(root=str(folder / "loaders")), dataloader=loader)
+        assert caught.value.remedy.startswith(remedy), caught.value
+        assert "ExactLoader" not in caught.value.remedy  # torchtitan iterates over its own
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("flashckpt")
     logger.addHandler(handler)
-    integration._say_how_it_continues(loader, is_first=True)
+    integration._refuse_inexact(StatefulDataLoader(range(8), sampler=Own()))
+    integration._refuse_inexact(StatefulDataLoader(range(8)))
     logger.removeHandler(handler)
     assert [text.partition(":")[0] for text in said] == ["data (StatefulDataLoader)"]
-    position = integration._Position(Counted(), ranks=2)
-    position.load_state_dict({"ranks": 3, "loader": {"count": 7}})
-    assert position.state_dict() == {"ranks": 2, "loader": {"count": 0}}
 
 
 def stops(integration, folder):
@@ -162,7 +198,7 @@ def main():
     from flashckpt.integrations import torchtitan as integration
 
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-    for check in (settings, page, secrets, replicas, switched_off, without_trainer, positions, stops):
+    for check in (settings, page, secrets, replicas, switched_off, without_trainer, positions, loaders, stops):
         check(integration, folder)
     dist.destroy_process_group()
     print("all as expected")

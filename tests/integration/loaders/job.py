@@ -16,11 +16,16 @@ import torch
 import torch.distributed as dist
 
 from flashckpt import Checkpointer
-from integration.loaders.workloads import EPOCHS, WORKLOADS, Place, ids_of
+from integration.loaders.workloads import EPOCHS, GLOBAL_BATCH, SAMPLES, WORKLOADS, Place, ids_of
 
 
 def numbers(text):
     return [int(one) for one in text.split(",") if one]
+
+
+def rounds(source):
+    """Yield for each time that the loop is to be read: a loader by itself counts no epochs, and may have ended one already."""
+    yield from source.epochs(EPOCHS) if hasattr(source, "epochs") else range(EPOCHS + 1)
 
 
 def main():
@@ -50,7 +55,7 @@ def main():
         report = ckpt.restore()
         step = report.step if report else 0
         with (given.folder / f"rank{rank}.txt").open("a") as file:
-            for _ in next(iter(tracked.values())).epochs(EPOCHS):
+            for _ in rounds(next(iter(tracked.values()))):
                 for batch in loop:
                     ids = ids_of(batch)
                     inputs = torch.tensor(ids, dtype=torch.float32)[:, None] + torch.rand((), generator=noise)
@@ -65,7 +70,7 @@ def main():
                     ckpt.step(step)
                     if step == kill_at and rank == 0:
                         os.kill(os.getpid(), signal.SIGKILL)
-                    if step == given.steps:
+                    if step == (given.steps or EPOCHS * SAMPLES // GLOBAL_BATCH):
                         ckpt.wait()
                         return
         ckpt.wait()

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 SAMPLES, GLOBAL_BATCH, EPOCHS = 48, 4, 2
 KILLS, WORKERS, RANKS = "kills", "workers", "ranks"
 TRIALS = {KILLS: "killed", WORKERS: "other workers", RANKS: "other ranks"}
-EXACT, REFUSED = "exact", "refused"
+EXACT, REFUSED, OWN_ERROR = "exact", "refused", "ended with 33"
 
 
 class Place(NamedTuple):
@@ -97,6 +97,21 @@ def exact(source, **options) -> Made:
     return data, {"data": data}
 
 
+def itself(source) -> Made:
+    """Return a loader that is tracked without an ExactLoader."""
+    return source, {"data": source}
+
+
+def bare(make: Callable[[Place], Made]) -> Callable[[Place], Made]:
+    """Return what makes the loader of a workload, to be tracked by itself."""
+
+    def made(place):
+        with unittest.mock.patch(f"{__name__}.exact", itself):
+            return make(place)
+
+    return made
+
+
 def elastic(dataset, place, **options) -> Made:
     from flashckpt.sampler import ElasticSampler
 
@@ -130,11 +145,17 @@ def _of_wids(samples):
     return {"id": [int(one["__key__"]) for one in samples]}
 
 
-def grain_iterator(place):
+def grain_data(place):
     import grain
 
     data = grain.MapDataset.source(range(SAMPLES)).map(lambda index: {"id": index}).shuffle(seed=3)
-    data = data[place.rank :: place.ranks].batch(place.batch).to_iter_dataset()
+    return data[place.rank :: place.ranks].batch(place.batch)
+
+
+def grain_iterator(place):
+    import grain
+
+    data = grain_data(place).to_iter_dataset()
     return exact(data.mp_prefetch(grain.MultiprocessingOptions(num_workers=place.workers)) if place.workers else data)
 
 
@@ -238,11 +259,28 @@ def _in_workers(stream, place):
     return StatefulDataLoader(stream, batch_size=None, num_workers=place.workers)
 
 
+def _buffered(place):
+    return _stream(place).shuffle(seed=3, buffer_size=16).batch(place.batch)
+
+
 def hf_buffer(place):
-    stream = _stream(place).shuffle(seed=3, buffer_size=16).batch(place.batch)
+    stream = _buffered(place)
     return exact(
         DataLoader(stream, batch_size=None, num_workers=place.workers) if place.workers else stream, replay=True
     )
+
+
+def hf_buffer_bare(place):
+    return itself(_in_workers(_buffered(place), place) if place.workers else _buffered(place))
+
+
+def grain_bare(place):
+    import grain
+
+    data = grain_data(place).repeat(EPOCHS).to_iter_dataset()
+    if place.workers:
+        data = data.mp_prefetch(grain.MultiprocessingOptions(num_workers=place.workers))
+    return itself(iter(data))
 
 
 def tars(place):
@@ -270,8 +308,7 @@ def plain_bare(place):
 def torchdata_bare(place):
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    loader = StatefulDataLoader(Stream(place), batch_size=place.batch, num_workers=place.workers)
-    return loader, {"data": loader}
+    return itself(StatefulDataLoader(Stream(place), batch_size=place.batch, num_workers=place.workers))
 
 
 _OTHER_RANKS_REFUSED = {RANKS: REFUSED}
@@ -316,6 +353,18 @@ WORKLOADS = {
         ),
         Workload(name="WebDataset stream, `replay=True`", make=webdataset, needs=("webdataset",), promised=_ALIKE),
         Workload(name="stream without state, `replay=True`", make=plain, promised=_ALIKE),
+        *(
+            Workload(name=f"{name}, bare", make=made, needs=(needs,), promised=promised)
+            for name, made, needs, promised in (
+                ("torchdata `StatefulDataLoader`", bare(torchdata_map), "torchdata", _ALIKE),
+                ("`torchdata.nodes`", bare(torchdata_nodes), "torchdata", {WORKERS: OWN_ERROR, RANKS: REFUSED}),
+                ("Grain iterator", grain_bare, "grain", _ALL_REFUSED),
+                ("mosaicml", bare(mosaic), "streaming", _EVERYWHERE),
+                ("litdata", bare(litdata), "litdata", _ALL_REFUSED),
+                ("`datasets` stream", bare(hf_stream), "datasets", _ALL_REFUSED),
+                ("`datasets` stream, shuffle buffer", hf_buffer_bare, "datasets", _ALL_REFUSED),
+            )
+        ),
         Workload(name="stream without state", make=plain_bare, promised=_ALL_REFUSED),
         Workload(
             name="`StatefulDataLoader` of it",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from integration.trainer.trainer_resume import STEPS, Job
 from support.dlrun import dlrun
-from unit.sampler.test_sampler_reaching import Server
+from support.http_server import Server
 
 from flashckpt.trainer.config import from_values, to_toml
 from flashckpt.trainer.data.prepare import prepare

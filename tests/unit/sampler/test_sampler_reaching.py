@@ -6,18 +6,28 @@ import asyncio
 import contextlib
 import errno
 import json
-import threading
+import struct
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from support.http_server import Server
 
 from flashckpt.errors import FINAL_CODES, DataError, StoreError
-from flashckpt.sampler import ParquetRows, TokenFile
+from flashckpt.sampler import (
+    ArrowRows,
+    JsonLines,
+    MegatronFile,
+    PackedWindows,
+    ParquetRows,
+    TextLines,
+    TokenFile,
+    build_line_index,
+    build_packing,
+)
 from flashckpt.sampler.datasets import reaching
 from flashckpt.sampler.datasets.remote_file import RemoteFile
 from flashckpt.trainer.config import from_values
@@ -27,65 +37,6 @@ from flashckpt.trainer.data.files import matching_files
 from flashckpt.trainer.data.mixed import MixedDataset
 from flashckpt.trainer.data.training_data import TrainingData
 from flashckpt.trainer.data.vocabulary import read_vocabulary
-
-
-class Server:
-    """Serves the files of a folder with ranges, unless it is away: "503", "429", "cut" (half an answer), "closed" (none)."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.away, self.asked, self.away_after = folder, "", 0, 0
-        owner = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            wbufsize = -1  # an answer in one piece
-
-            def do_GET(self) -> None:
-                owner.answer(self)
-
-            def do_HEAD(self) -> None:
-                owner.answer(self)
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-
-    def answer(self, request: BaseHTTPRequestHandler) -> None:
-        self.asked += 1
-        if self.away_after and self.asked > self.away_after:
-            self.away = "503"
-        path = self.folder / request.path.strip("/")
-        if self.away == "closed":
-            request.close_connection = True
-            return
-        status = int(self.away) if self.away.isdigit() else 200 if path.is_file() else 404
-        size = path.stat().st_size if status == 200 else 0
-        first, last = 0, size
-        if size and (wanted := request.headers.get("Range")):
-            begin, end = wanted.removeprefix("bytes=").split("-")
-            first, last, status = int(begin), min(int(end) + 1, size), 206
-        request.send_response(status)
-        request.send_header("Accept-Ranges", "bytes")
-        request.send_header("Content-Length", str(last - first))
-        if status == 206:
-            request.send_header("Content-Range", f"bytes {first}-{last - 1}/{size}")
-        request.end_headers()
-        if request.command == "GET":
-            data = b""
-            if last > first:
-                with path.open("rb") as file:
-                    file.seek(first)
-                    data = file.read(last - first)
-            request.wfile.write(data[: len(data) // 2] if self.away == "cut" else data)
-            request.close_connection = self.away == "cut"
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
 
 
 @pytest.fixture
@@ -124,7 +75,7 @@ def come_back(server: Server) -> None:
     server.away = ""
 
 
-KINDS = ["503", "500", "429", "cut", "closed"]
+KINDS = ["503", "500", "429", "cut", "closed", "reset"]
 
 
 @pytest.mark.parametrize("away", KINDS)
@@ -158,7 +109,7 @@ def test_a_server_that_stays_away_can_be_tried_again_by_a_restart(
 ) -> None:
     (server.folder / "t.json").write_bytes(b"{}" * 100)
     url = f"{server.url}/t.json"
-    if away == "cut" and door in ("size", "pattern"):
+    if away in ("cut", "reset") and door in ("size", "pattern"):
         return  # no body
     blob = RemoteFile(url)
     assert blob.nbytes == 200
@@ -345,3 +296,69 @@ def test_a_data_set_that_breaks_off_at_any_request_is_read_to_its_end(kind: str,
     clock.happens = bool
     with pytest.raises(StoreError, match="cannot be reached"):
         read()
+
+
+def files_of(kind: str, folder: Path) -> Callable[[str], Any]:
+    """Write data of a kind; return what opens it at a URL."""
+    tokens = np.arange(900, dtype="<u2")
+    lengths = [200, 300, 400]
+    if kind in ("tokens", "megatron", "packed"):
+        tokens.tofile(folder / "a.bin")
+        write_index(folder / "a.idx", lengths)
+        build_packing(lengths, 64, folder / "a.packed")
+    elif kind in ("text", "json"):
+        (folder / "a.txt").write_text("".join(f'{{"n": {number}}}\n' for number in range(200)))
+        build_line_index(folder / "a.txt")
+    else:
+        pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        table = pa.table({"n": list(range(200))})
+        pq.write_table(table, folder / "a.parquet", row_group_size=60)
+        with pa.OSFile(str(folder / "a.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as out:
+            out.write_table(table, max_chunksize=60)
+    small: dict[str, Any] = {"block_bytes": 500, "cache_blocks": 1}
+    opened: dict[str, Callable[[str], Any]] = {
+        "tokens": lambda url: TokenFile(f"{url}/a.bin", window=64, **small),
+        "megatron": lambda url: MegatronFile(f"{url}/a", window=64, **small),
+        "packed": lambda url: PackedWindows(MegatronFile(f"{url}/a", **small), window=64, index=f"{url}/a.packed"),
+        "text": lambda url: TextLines(f"{url}/a.txt", **small),
+        "json": lambda url: JsonLines(f"{url}/a.txt", key="n", **small),
+        "parquet": lambda url: ParquetRows(f"{url}/a.parquet", cache_groups=1),
+        "arrow": lambda url: ArrowRows(f"{url}/a.arrow", cache_groups=1),
+    }
+    return opened[kind]
+
+
+def write_index(path: Path, lengths: list[int]) -> None:
+    """Write the index of a Megatron file of documents of uint16."""
+    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, len(lengths), len(lengths) + 1)
+    starts = np.cumsum([0, *lengths[:-1]]) * 2
+    parts = np.asarray(lengths, "<i4"), starts.astype("<i8"), np.arange(len(lengths) + 1, dtype="<i8")
+    path.write_bytes(head + b"".join(part.tobytes() for part in parts))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("away", ["503", "closed", "cut", "reset"])
+@pytest.mark.parametrize("kind", ["tokens", "megatron", "packed", "text", "json", "parquet", "arrow"])
+def test_every_kind_of_data_that_breaks_off_at_any_request_gives_the_same_samples(
+    kind: str, away: str, server: Server, clock: Clock
+) -> None:
+    """Opened and read from the first sample to the last, with the server gone after each number of requests."""
+    opened = files_of(kind, server.folder)
+
+    def read() -> list[str]:
+        server.asked = 0
+        data = opened(server.url)
+        return [repr(data[number]) for number in range(len(data))]
+
+    def come_back_for_good() -> None:
+        server.away, server.away_after = "", 0
+
+    whole, requests = read(), server.asked
+    assert len(whole) > 3
+    clock.happens = come_back_for_good
+    server.away_with = away
+    for after in range(1, requests):
+        server.away_after = after
+        assert read() == whole, f"away after {after} of {requests} requests"
+        come_back_for_good()  # half an answer of no bytes is a whole one
+    assert len(clock.waits) >= 3

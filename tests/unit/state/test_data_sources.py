@@ -31,16 +31,17 @@ from flashckpt.errors import ConfigError
 from flashckpt.sampler import ElasticBatchSampler, ElasticSampler
 from flashckpt.state import data_sources
 from flashckpt.state.data_sources import (
+    BARE,
     ELASTIC,
     LOADER,
     NODES,
+    ONE_FOR_ALL,
     ORDER_AGAIN,
-    OTHER_LOADER,
     OWN_STATE,
+    RANDOM_ORDER,
     READ_AGAIN,
     SHARED_GENERATOR,
     SHUFFLED_STREAM,
-    STREAM,
     Continuation,
     continuation_of,
 )
@@ -134,20 +135,33 @@ def orders() -> dict[str, tuple[Callable[[], Any], Continuation]]:
         "epoch with state": (lambda: StatefulDistributedSampler(DATA, num_replicas=1, rank=0), LOADER),
         "own state": (ShuffledWithState, LOADER),
         "torchdata's random": (lambda: torchdata_sampler.RandomSampler(DATA), LOADER),
-        "random": (lambda: RandomSampler(DATA), ORDER_AGAIN),
-        "seeded random": (lambda: RandomSampler(DATA, generator=torch.Generator().manual_seed(1)), ORDER_AGAIN),
-        "weights": (lambda: WeightedRandomSampler(weights, 12), ORDER_AGAIN),
-        "subset": (lambda: SubsetRandomSampler(range(12)), ORDER_AGAIN),
+        "random": (lambda: RandomSampler(DATA), RANDOM_ORDER),
+        "seeded random": (lambda: RandomSampler(DATA, generator=torch.Generator().manual_seed(1)), RANDOM_ORDER),
+        "weights": (lambda: WeightedRandomSampler(weights, 12), RANDOM_ORDER),
+        "subset": (lambda: SubsetRandomSampler(range(12)), RANDOM_ORDER),
         "one's own": (Shuffled, ORDER_AGAIN),
     }
 
 
 def stream_of_datasets(*kinds: str) -> Any:
-    """A stream as `datasets` 4.4 nests them, the last one made first."""
-    part = None
+    """A stream as `datasets` 4.4 nests them, the first one inside."""
+    part = foreign("datasets.iterable_dataset", "ExamplesIterable")
     for kind in kinds:
         part = foreign("datasets.iterable_dataset", kind, ex_iterable=part)
     return foreign("datasets.iterable_dataset", "IterableDataset", _ex_iterable=part)
+
+
+def interleaved(*streams: Any) -> Any:
+    parts = [one._ex_iterable for one in streams]
+    part = foreign("datasets.iterable_dataset", "CyclingMultiSourcesExamplesIterable", ex_iterables=parts)
+    return foreign("datasets.iterable_dataset", "IterableDataset", _ex_iterable=part)
+
+
+def around(stream: Any) -> Any:
+    """A loader of a data set that reads a stream and makes something of it, as torchtitan's."""
+    data = StreamWithState()
+    data.rows = stream  # type: ignore[attr-defined]
+    return StatefulDataLoader(data, batch_size=2)
 
 
 def shuffled_by_one_generator(workers: int, seed: int) -> Any:
@@ -174,9 +188,11 @@ def ordered() -> dict[str, tuple[Callable[[], Any], Continuation | None]]:
             return Loader(Prefetcher(Batcher(SamplerWrapper(make()), 2), 2))
 
         found[f"loader by {kind}"] = loader, wanted
-        found[f"loader by batches of {kind}"] = by_batches, LOADER if kind in OF_NUMBERS else ORDER_AGAIN
-        is_kept = wanted is LOADER and kind != "torchdata's random"
-        found[f"nodes by {kind}"] = nodes, NODES if is_kept else ORDER_AGAIN
+        plain = (
+            RANDOM_ORDER if kind == "torchdata's random" else wanted
+        )  # read by what asks for no state of a sampler's iterator
+        found[f"loader by batches of {kind}"] = by_batches, ORDER_AGAIN if kind == "own state" else plain
+        found[f"nodes by {kind}"] = nodes, NODES if plain is LOADER else plain
     return found
 
 
@@ -192,18 +208,28 @@ SOURCES: dict[str, tuple[Callable[[], Any], Continuation | None]] = {
         lambda: StatefulDataLoader(foreign("datasets.iterable_dataset", "IterableDataset", base=Stream), batch_size=2),
         SHUFFLED_STREAM,
     ),
-    "loader of a stream with state": (lambda: StatefulDataLoader(StreamWithState(), batch_size=2), OWN_STATE),
-    "loader of a stream": (lambda: StatefulDataLoader(Stream(), batch_size=2), READ_AGAIN),
-    "stream of datasets": (lambda: stream_of_datasets("ExamplesIterable", "MappedExamplesIterable"), STREAM),
-    "shuffled stream of datasets": (
-        lambda: stream_of_datasets("ExamplesIterable", "BufferShuffledExamplesIterable", "MappedExamplesIterable"),
+    "loader of a data set with a stream": (lambda: around(stream_of_datasets("MappedExamplesIterable")), OWN_STATE),
+    "loader of a data set with a shuffled stream": (
+        lambda: around(stream_of_datasets("BufferShuffledExamplesIterable")),
         SHUFFLED_STREAM,
     ),
+    "loader of a stream with state": (lambda: StatefulDataLoader(StreamWithState(), batch_size=2), OWN_STATE),
+    "loader of a stream": (lambda: StatefulDataLoader(Stream(), batch_size=2), READ_AGAIN),
+    "stream of datasets": (lambda: stream_of_datasets("MappedExamplesIterable"), BARE),
+    "shuffled stream of datasets": (
+        lambda: stream_of_datasets("BufferShuffledExamplesIterable", "MappedExamplesIterable"),
+        SHUFFLED_STREAM,
+    ),
+    "streams of datasets, one of them shuffled": (
+        lambda: interleaved(stream_of_datasets(), stream_of_datasets("BufferShuffledExamplesIterable")),
+        SHUFFLED_STREAM,
+    ),
+    "streams of datasets": (lambda: interleaved(stream_of_datasets(), stream_of_datasets()), BARE),
     "stream of other datasets": (lambda: foreign("datasets.iterable_dataset", "IterableDataset"), SHUFFLED_STREAM),
-    "iterator of Grain": (lambda: foreign("grain._src.python.dataset.dataset", "DatasetIterator"), OTHER_LOADER),
-    "loader of Grain": (lambda: foreign("grain._src.python.data_loader", "DataLoaderIterator"), OTHER_LOADER),
-    "loader of mosaicml": (lambda: foreign("streaming.base.dataloader", "StreamingDataLoader"), OTHER_LOADER),
-    "loader of litdata": (lambda: foreign("litdata.streaming.dataloader", "StreamingDataLoader"), OTHER_LOADER),
+    "iterator of Grain": (lambda: foreign("grain._src.python.dataset.dataset", "DatasetIterator"), BARE),
+    "loader of Grain": (lambda: foreign("grain._src.python.data_loader", "DataLoaderIterator"), BARE),
+    "loader of mosaicml": (lambda: foreign("streaming.base.dataloader", "StreamingDataLoader"), ONE_FOR_ALL),
+    "loader of litdata": (lambda: foreign("litdata.streaming.dataloader", "StreamingDataLoader"), BARE),
     "of a package with a like name": (lambda: foreign("datasets_of_mine", "IterableDataset"), None),
     "object": (Foreign, None),
     "module": (lambda: torch.nn.Linear(2, 2), None),
@@ -254,11 +280,7 @@ def batches_of(loader: Any, epochs: int) -> list[list[int]]:
     ("name", "level", "words"),
     [
         ("sampler", logging.INFO, "data (ElasticSampler): exact on any number of ranks"),
-        (
-            "loader of a shuffled stream of datasets",
-            logging.WARNING,
-            "data (StatefulDataLoader): exact but for what its shuffle buffer holds",
-        ),
+        ("loader by one's own", logging.WARNING, "data (StatefulDataLoader): exact only if its sampler gives the same"),
     ],
 )
 def test_track_says_once_how_it_continues(
@@ -276,11 +298,31 @@ def test_track_says_once_how_it_continues(
     [
         (lambda: DataLoader(DATA), "give the loader an ElasticSampler"),
         (SOURCES["loader of a stream"][0], "give its data set state_dict() and load_state_dict(); or ExactLoader("),
+        (SOURCES["loader of a shuffled stream of datasets"][0], "leave out shuffle(buffer_size=...); or "),
+        (SOURCES["shuffled stream of datasets"][0], "leave out shuffle(buffer_size=...); or "),
+        (SOURCES["stream of datasets"][0], "track ExactLoader(loader) of "),
+        (SOURCES["loader of litdata"][0], "track ExactLoader(loader) of "),
+        (SOURCES["loader by random"][0], "StatefulDataLoader(..., shuffle=True)"),
+        (SOURCES["nodes by random"][0], "StatefulDataLoader(..., shuffle=True)"),
+        (SOURCES["loader with a generator"][0], "leave out generator=; or ExactLoader("),
         (WebStream, "write both"),
         (ReadByAnother, "iterate over it in its library's loader"),
         (object, "leave out what the program makes alike"),
     ],
-    ids=["loader", "loader of a stream", "stream", "stream that asks", "anything"],
+    ids=[
+        "loader",
+        "loader of a stream",
+        "loader of a shuffled stream",
+        "shuffled stream",
+        "bare stream",
+        "loader of litdata",
+        "loader by random",
+        "nodes by random",
+        "loader with a generator",
+        "stream",
+        "stream that asks",
+        "anything",
+    ],
 )
 def test_a_source_without_state_is_refused_with_what_to_use(
     thing: Callable[[], Any], remedy: str, tmp_path: Path
