@@ -319,7 +319,7 @@ class Job:
             if rank.local == 0:
                 config = JobConfig(
                     job="job", root="sim://root", keep_last=self.setup.keep_last, keep_every=self.setup.keep_every,
-                    persist_every=self.setup.persist_every, persist_s=self.setup.persist_s, world_size=len(ranks), node_count=self.wanted,
+                    persist_every=self.setup.persist_every, persist_s=self.setup.persist_s, world_size=len(ranks), node_count=len(self.firsts),
                     node=rank.node.index, replicate=self.setup.replicate, replica_address=rank.node.name,
                 )  # fmt: skip
                 directory = rank.node.directory
