@@ -315,6 +315,7 @@ HUNTS = {
     "MANIFEST is written over": Hunt(("hang node at a point", "buried while written"), {"keep_last": 1, "nodes": 2}),
     "without all indexes": Hunt(("slow node",), {"nodes": 3, "per_node": 1}),
     "packs are not looked at": Hunt(("storage loses a part", "slow node")),
+    "replica: complete": Hunt(("memory rots", "lose node"), REPLICATED),
     "replica: ": Hunt(("lose node", "kill persister", "cut between nodes", "kill rank"), REPLICATED),
     "keep mark": Hunt(("keep oldest",), {"latency_s": 0.15, "keep_last": 1}),
     "digest is not checked": Hunt(("memory rots",)),

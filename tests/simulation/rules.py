@@ -156,6 +156,10 @@ class Rules(Lineages):
             )
         self._best = found
 
+    def held_in(self, path: str) -> frozenset[State]:
+        """Return what a segment held when it was last looked at."""
+        return self._held.get(path, frozenset())
+
     def goes_on_in(self, folders: set[str]) -> None:
         """A start has chosen: what machines hold that are not in it is lost."""
         self.folders = folders

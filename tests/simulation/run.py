@@ -99,6 +99,8 @@ def _watched(method: Any) -> Any:
         answer = method(self, *arguments)
         path: Any = self.path
         headers = [State(h.identity, h.mark) for h in self.headers() if h.is_complete] if path.exists() else []
+        if "/replicas/" in str(path):
+            watches.replica_is_whole(_current[0].rules, self)
         _current[0].rules.segment_changed(path, headers)
         return answer
 

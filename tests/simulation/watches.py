@@ -11,7 +11,7 @@ from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.shm.segment import Segment
 from simulation import memory
 from simulation.clock import CLOCK
-from simulation.states import State, whole_of
+from simulation.states import State, bytes_of, whole_of
 
 if TYPE_CHECKING:
     from simulation.job import Job
@@ -49,6 +49,18 @@ def memory_is_whole(rules: Rules, segment: Segment | None) -> None:
             wanted, at = whole_of(chain, header.rank, world), segment.spec.data_at(slot)
             if raw[at : at + len(wanted)] != wanted:
                 raise Violation("what memory calls whole is whole", f"{header.identity} in slot {slot} of {path}")
+
+
+def replica_is_whole(rules: Rules, segment: Segment) -> None:
+    """Look for the rows of a rank in a replica that has just become COMPLETE."""
+    path: Any = segment.path
+    known = rules.held_in(str(path))
+    for slot, header in enumerate(segment.headers() if path.exists() else ()):
+        state, at = State(header.identity, header.mark), segment.spec.data_at(slot)
+        if header.is_complete and state not in known and state in rules.truth:
+            row, _ = bytes_of(rules.truth[state][0], header.rank)
+            if row not in memory.FILES.find(path).buffer[at : at + header.data_bytes]:
+                raise Violation("what memory calls whole is whole", f"the replica of {header.identity} in {path}")
 
 
 def given_up(job: Job, name: str, reason: bytes, after_s: float) -> None:
