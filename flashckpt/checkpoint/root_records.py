@@ -310,8 +310,8 @@ def check_fence(
 def _marks_of_used(store: Store, numbers: Iterable[int]) -> dict[int, int]:
     """Return number -> mark of the claims of which something came: a start that died behind its claim has overtaken nobody."""
     claims = parallel(lambda number: _read_claim(store, _claim_key(number)), numbers)
-    is_told = all(one.parent is not None for one in claims)
-    written = set() if is_told else {identity[0] for name in store.folders() if (identity := parse_prefix(name))}
+    have_parents = all(one.parent is not None for one in claims)
+    written = set() if have_parents else {identity[0] for name in store.folders() if (identity := parse_prefix(name))}
     return {one.number: mark_of(one.token) for one in claims if one.parent is not None or one.number in written}
 
 
