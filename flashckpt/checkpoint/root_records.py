@@ -297,7 +297,7 @@ def check_fence(
     if claim.number not in claimed:
         on_missing()
         before = [number for number in claimed if claim.number - len(claim.line) <= number]
-        if claim.is_overtaken({number: mark_of(claimed_token(store, number)) for number in before}):
+        if claim.is_overtaken(_marks_of_used(store, before)):
             raise _fenced(
                 claim, f"others have claimed generation {max(before)} on {store.url}, and gone on from before it"
             )
@@ -305,6 +305,14 @@ def check_fence(
         return
     if not claim_generation(store, claim):
         raise _fenced(claim, f"generation {claim.number} of {store.url} belongs to another run")
+
+
+def _marks_of_used(store: Store, numbers: Iterable[int]) -> dict[int, int]:
+    """Return number -> mark of the claims of which something came: a start that died behind its claim has overtaken nobody."""
+    claims = parallel(lambda number: _read_claim(store, _claim_key(number)), numbers)
+    have_parents = all(one.parent is not None for one in claims)
+    written = set() if have_parents else {identity[0] for name in store.folders() if (identity := parse_prefix(name))}
+    return {one.number: mark_of(one.token) for one in claims if one.parent is not None or one.number in written}
 
 
 class ReplacedRoot:

@@ -15,7 +15,10 @@ from flashckpt.daemon.launcher.unit_rounds import UnitRounds
 from flashckpt.shm import agent_folder
 from simulation.clock import CLOCK, Process
 from simulation.machines import Node
-from simulation.rules import Violation
+from simulation.watches import Violation
+
+REFILL_STEPS = 20
+"""New steps between two failures after which the job is said to come on."""
 
 
 class Agents:
@@ -26,7 +29,7 @@ class Agents:
 
     def begin(self, node: Node) -> None:
         """An agent starts on a node."""
-        node.budget, node.steps, node.failures = Budget(None), _steps(), 0
+        node.budget, node.steps, node.failures, node.highest = Budget(None), _steps(), 0, -1
         stores: Any = FreshStoreRendezvous.__new__(FreshStoreRendezvous)
         stores._number, node.stores = -1, stores
 
@@ -66,7 +69,11 @@ class Agents:
             node.budget.spend(fingerprint="", step=step, ran_s=ran_s, may_pass=may_pass) for node in nodes
         ]
         for node, verdict in zip(nodes, verdicts, strict=True):
-            node.failures += 1
+            has_come_on = node.highest >= 0 and step >= node.highest + REFILL_STEPS
+            node.failures = 1 if has_come_on else node.failures + 1
+            node.highest = max(node.highest, step)
+            if verdict.restart and node.failures > node.budget.limit:
+                raise Violation("a crash loop ends", f"{node.name} goes on after {node.failures} failures")
             if not verdict.restart and node.failures <= node.budget.limit:
                 raise Violation("a job that may restart does", f"{node.name} gave up after {node.failures} failures")
         return min(verdicts, key=lambda verdict: (verdict.restart, -verdict.pause_s))

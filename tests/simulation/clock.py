@@ -37,7 +37,7 @@ class Process:
         alive: Until it is killed.
         paused_until: It does nothing before.
         held: What it does then.
-        deadly_in: Crash points and requests until it is killed; None: never.
+        deadly_in: Crash points and requests until it is killed, or until `at_point` is called; None: never.
         on_death: Called once it is dead.
     """
 
@@ -47,9 +47,21 @@ class Process:
         self.paused_until = 0.0
         self.held: list[Callable[[], None]] = []
         self.deadly_in: int | None = None
+        self.at_point: Callable[[], None] | None = None
         self.on_death: list[Callable[[], None]] = []
         self.fibers: set[Fiber] = set()
         self._instant, self._waits = -1.0, 0
+
+    def passes_point(self) -> None:
+        """Count a crash point or a request."""
+        if self.deadly_in is None:
+            return
+        self.deadly_in -= 1
+        if self.deadly_in < 0:
+            if (work := self.at_point) is None:
+                raise Killed
+            self.deadly_in = self.at_point = None
+            work()
 
     def waits(self, now: float) -> None:
         """Count a wait that begins; Spins where too many begin at one instant."""

@@ -18,9 +18,10 @@ from simulation.agents import Agents
 from simulation.clock import CLOCK, Killed, Process, Scheduler
 from simulation.machines import Node, Rank
 from simulation.restoring import Restore, RestoreFailed
-from simulation.rules import Rules, Violation
+from simulation.rules import Rules
 from simulation.storage import Bucket, SimStore
 from simulation.threads import wakers
+from simulation.watches import Violation
 
 MOST_REQUESTS = 3000
 """Of one node to the root within a minute."""
@@ -106,6 +107,9 @@ class Job:
         self.agents = Agents()
         self._asked: Counter[int] = Counter()
         self.committed_at: dict[SnapshotId, float] = {}
+        self.on_claim: list[Callable[[SnapshotId], object]] = []  # what waits for the next claim of a deletion
+        self.on_commit: list[Callable[[], None]] = []  # what waits for the next one
+        self.met: set[str] = set()  # kinds of faults until now
         self.failed_s: float | None = None  # since when no rank trains
         self.calm_s = 0.0  # when the faults ended, and which step it was, and how many were taken
         self.calm_step = self.calm_steps = 0
@@ -143,6 +147,9 @@ class Job:
         """Something was committed."""
         self.committed_at[identity] = CLOCK.scheduler.now
         self.note("commits")
+        told, self.on_commit = self.on_commit, []
+        for work in told:
+            work()
         self.say("root", f"{identity} is committed")
 
     # -- starts and ends of the worker group -----------------------------------------------------------------
@@ -199,7 +206,8 @@ class Job:
 
     def _start(self) -> None:
         self._starting = False
-        able = [node for node in self.nodes if node.is_up and node.agent is not None and node.agent.alive]
+        now = CLOCK.scheduler.now
+        able = [n for n in self.nodes if n.is_up and n.agent and n.agent.alive and n.agent.paused_until <= now]
         if len(able) < self.wanted:
             self.start_soon()
             return
@@ -249,7 +257,7 @@ class Job:
         self.say("agents", f"end the other ranks: {decided.reason}")
         self.end_group()
         for node in nodes:
-            if node.is_up and node.agent is not None and node.agent.alive:
+            if node.is_up and node.agent and node.agent.alive and node.agent.paused_until <= CLOCK.scheduler.now:
                 CLOCK.scheduler.call_as(node.agent, partial(node.directory.ask, "persist-now"))
         if decided.restart:
             self.later(decided.pause_s, self.start_soon)
@@ -311,7 +319,7 @@ class Job:
             if rank.local == 0:
                 config = JobConfig(
                     job="job", root="sim://root", keep_last=self.setup.keep_last, keep_every=self.setup.keep_every,
-                    persist_every=self.setup.persist_every, persist_s=self.setup.persist_s, world_size=len(ranks), node_count=self.wanted,
+                    persist_every=self.setup.persist_every, persist_s=self.setup.persist_s, world_size=len(ranks), node_count=len(self.firsts),
                     node=rank.node.index, replicate=self.setup.replicate, replica_address=rank.node.name,
                 )  # fmt: skip
                 directory = rank.node.directory

@@ -74,8 +74,8 @@ class Lineages:
             parent = parents.get(number)
             if parent is not None:
                 number, step = parent
-            else:  # it began with nothing, or before anything was known of it: it hides nothing
-                number, step = number - 1, float("inf")
+            else:  # it began with nothing, or before anything was known of it: it hides nothing more
+                number -= 1
         return bounds
 
     def is_on_line(self, identity: SnapshotId, newest: int | None = None) -> bool:

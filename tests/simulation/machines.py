@@ -30,9 +30,9 @@ from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.messages import MessageFiles
 from flashckpt.shm.segment import Segment
 from flashckpt.snapshot.segments import RankSegments
-from simulation import memory, seams
+from simulation import memory, seams, watches
 from simulation.clock import CLOCK, Killed, Process
-from simulation.states import BATCH, SAMPLES, State, bytes_of, table_of
+from simulation.states import BATCH, SAMPLES, State, table_of, whole_of
 
 if TYPE_CHECKING:
     from simulation.job import Job
@@ -52,7 +52,8 @@ class Node:
         restart: Starts under this agent.
         agents: How many agents have run here.
         budget, steps, stores: What its agent decides with.
-        failures: Of worker groups, that its agent has seen.
+        failures: Of worker groups, that its agent has seen since the job came 20 steps further.
+        highest: The most steps at one of them.
         persister: The daemon's process; None where none runs.
         relay: Of the first rank here.
     """
@@ -68,6 +69,7 @@ class Node:
     steps: Any = None
     stores: Any = None
     failures: int = 0
+    highest: int = -1
     slowness: float = 1.0
     persister: Process | None = None
     daemon: Daemon | None = None
@@ -323,14 +325,11 @@ class Rank:
         self.writer, self.request = writer, request
         self.data = json.dumps(self.sampler.state_dict())
         self.job.rules.taken(State.of(id_, self.record.token), self.chain, self.world)
-        row, bias = bytes_of(self.chain, self.rank)
-        table, total = table_of(self.rank, self.world)
-        whole = bytearray(total)
-        for start, part in zip(table.byte_offset.tolist(), (row, bias), strict=True):
-            whole[start : start + len(part)] = part
-        writer.data[: total // 2] = whole[: total // 2]
+        whole = whole_of(self.chain, self.rank, self.world)
+        writer.data[: len(whole) // 2] = whole[: len(whole) // 2]
+        watches.memory_is_whole(self.job.rules, self.segments.segment)
         copy_s = self.job.setup.copy_s * self.node.slowness * (0.5 + self.job.random.random())
-        self.job.later(copy_s, lambda: self._complete(writer, request, bytes(whole)), self.process)
+        self.job.later(copy_s, lambda: self._complete(writer, request, whole), self.process)
 
     def _complete(self, writer: Any, request: SnapshotRequest, whole: bytes) -> None:
         if self.writer is not writer:

@@ -14,6 +14,7 @@ from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError
 from simulation.clock import CLOCK
+from simulation.hazards import HAZARDS, kill_node
 from simulation.job import Job, Setup
 from simulation.machines import Node
 
@@ -50,7 +51,8 @@ def kill_rank(job: Job, target: int, value: float) -> None:
 
 def kill_rank_later(job: Job, target: int, value: float) -> None:
     if job.ranks:
-        job.ranks[target % len(job.ranks)].process.deadly_in = int(value * 12)
+        process = job.ranks[target % len(job.ranks)].process
+        process.deadly_in, process.at_point = int(value * 12), None
 
 
 def poison(job: Job, target: int, value: float) -> None:
@@ -65,7 +67,7 @@ def kill_persister(job: Job, target: int, value: float) -> None:
 
 def kill_persister_later(job: Job, target: int, value: float) -> None:
     if (process := _node(job, target).persister) is not None:
-        process.deadly_in = int(value * 40)
+        process.deadly_in, process.at_point = int(value * 40), None
 
 
 def stop_persister(job: Job, target: int, value: float) -> None:
@@ -79,49 +81,28 @@ def kill_agent(job: Job, target: int, value: float) -> None:
     job.kill(_node(job, target).agent)
 
 
-def _kill_node(job: Job, node: Node, *, loses: bool, back_s: float) -> None:
-    if not node.is_up:
-        return
-    node.is_up = False
-    for process in list(job.processes):
-        if process.node == node.index:
-            job.kill(process)
-    if loses:
-        folder = str(node.folder.parent)
-        node.lose_memory()
-        job.rules.memory_lost(folder + "/")
-
-    def back() -> None:
-        node.is_up = True
-        node.persister = node.agent = None
-        job.start_agent(node)
-        job.start_if_idle()
-
-    job.later(back_s, back)
-
-
 def lose_node(job: Job, target: int, value: float) -> None:
-    _kill_node(job, _node(job, target), loses=True, back_s=5 + value * 100)
+    kill_node(job, _node(job, target), loses=True, back_s=5 + value * 100)
 
 
 def restart_node(job: Job, target: int, value: float) -> None:
-    _kill_node(job, _node(job, target), loses=False, back_s=5 + value * 100)
+    kill_node(job, _node(job, target), loses=False, back_s=5 + value * 100)
 
 
 def lose_for_good(job: Job, target: int, value: float) -> None:
     """A machine never comes back, where there is another one in its place."""
     if sum(node.is_up for node in job.nodes) > job.wanted == job.setup.nodes:
-        _kill_node(job, _node(job, target), loses=True, back_s=1e9)
+        kill_node(job, _node(job, target), loses=True, back_s=1e9)
 
 
 def lose_all(job: Job, target: int, value: float) -> None:
     for node in job.nodes:
-        _kill_node(job, node, loses=True, back_s=5 + value * 50)
+        kill_node(job, node, loses=True, back_s=5 + value * 50)
 
 
 def restart_all(job: Job, target: int, value: float) -> None:
     for node in job.nodes:
-        _kill_node(job, node, loses=False, back_s=5 + value * 50)
+        kill_node(job, node, loses=False, back_s=5 + value * 50)
 
 
 def pause_persister(job: Job, target: int, value: float) -> None:
@@ -259,7 +240,7 @@ def take_over(job: Job, target: int, value: float) -> None:
         job.later(30.0, partial(job.bucket.trouble.cut.discard, node.index))
     kill_rank(job, target, value)
     for node in nodes:
-        job.later(10 + 8 * value, partial(_kill_node, job, node, loses=False, back_s=14 + 10 * value))
+        job.later(10 + 8 * value, partial(kill_node, job, node, loses=False, back_s=14 + 10 * value))
 
     def next_one() -> None:
         if job.ranks and CLOCK.scheduler.now < job.setup.faults_s:
@@ -276,6 +257,8 @@ def truncate_record(job: Job, target: int, value: float) -> None:
         job.note("operator")
         half = job.bucket.objects[key][0][: int(len(job.bucket.objects[key][0]) * value)]
         _by_hand(job, lambda: job.bucket.set(key, half), key.partition("/")[0])
+        if key.endswith("/MANIFEST") and (identity := parse_prefix(key.partition("/")[0])):
+            job.rules.cut_short.setdefault(identity, CLOCK.scheduler.now)
 
 
 def copy_checkpoint(job: Job, target: int, value: float) -> None:
@@ -348,6 +331,7 @@ KINDS: dict[str, Callable[[Job, int, float], None]] = {
     "cut deaf": cut_deaf,
     "messages come twice": double_messages,
     "others take over": take_over,
+    **HAZARDS,
 }
 
 
@@ -371,6 +355,10 @@ def draw(seed: int, kinds: Sequence[str] = (), **fixed: object) -> tuple[Setup, 
         values |= {"persist_every": 1, "persist_s": 20}
     if Random(f"{seed} spares").random() < 0.25:
         values["spares"] = nodes
+    if Random(f"{seed} young").random() < 0.15:  # much happens before the first commit
+        values["persist_every"] = 40
+    if Random(f"{seed} far").random() < 0.1:
+        values["latency_s"] = 0.6
     values |= fixed
     if nodes > 1 and Random(f"{seed} replicas").random() < 0.25:
         values |= {"replicate": 1 + seed // 2 % 2, "slots": 3 + seed % 2}

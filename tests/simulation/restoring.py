@@ -28,8 +28,8 @@ from flashckpt.shm.segment import Segment
 from simulation import seams
 from simulation.clock import CLOCK
 from simulation.machines import Node, Rank
-from simulation.rules import Violation
 from simulation.states import State, bytes_of
+from simulation.watches import Violation
 
 if TYPE_CHECKING:
     from simulation.job import Job
@@ -157,7 +157,8 @@ class Restore:
                 return candidate, self._read(candidate, inventories), root, found
             except FlashckptError as error:
                 self.job.say("ranks", f"cannot use {candidate.identity}: {str(error).splitlines()[0]}")
-                if candidate.is_common and not isinstance(error, UncoveredError):  # nothing here damages memory
+                is_rotten = candidate.identity in self.job.rules.rotten
+                if candidate.is_common and not is_rotten and not isinstance(error, UncoveredError):
                     raise Violation("what memory calls whole is whole", f"{candidate.identity}: {error}") from error
                 if candidate.on_root and may_pass(error):
                     raise RestoreFailed("the root does not answer") from error
@@ -225,7 +226,7 @@ class Restore:
     def _claim(self, found: Candidates, parent: SnapshotId | None, root: RootSummary | None) -> Generation:
         """Claim a generation and write the lineage, as `gather.claim` and `gather.begin`."""
         world = len(self.ranks)
-        self.job.rules.folders = {str(rank.node.folder) for rank in self.ranks}
+        self.job.rules.goes_on_in({str(rank.node.folder) for rank in self.ranks})
         token = f"{self.job.random.getrandbits(64):016x}"
         wanted = Generation(number=found.next_generation, token=token, parent=parent, world_size=world)
         if root is not None and not root.error:

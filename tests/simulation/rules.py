@@ -10,12 +10,12 @@ from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest import decode_manifest
 from flashckpt.core.records import digest, mark_of
 from flashckpt.core.snapshot_id import NOTHING, SnapshotId
-from flashckpt.daemon.persister.persist import EARLIER_PATIENCE_S
 from flashckpt.errors import FlashckptError
-from simulation import memory
+from simulation import memory, watches
 from simulation.clock import CLOCK
 from simulation.lineages import Lineages
 from simulation.states import BATCH, SAMPLES, State, bytes_of
+from simulation.watches import Violation
 
 if TYPE_CHECKING:
     from simulation.job import Job
@@ -23,14 +23,6 @@ if TYPE_CHECKING:
 
 KNOWN_AFTER_S = 60.0
 """Virtual seconds after which a claim is known to all that may write."""
-
-
-class Violation(BaseException):  # not an Exception: the product's loops must not swallow it
-    """Something is true that must never be."""
-
-    def __init__(self, rule: str, text: str) -> None:
-        super().__init__(f"{rule}: {text}")
-        self.rule = rule
 
 
 class Rules(Lineages):
@@ -60,7 +52,10 @@ class Rules(Lineages):
         self._buried: set[SnapshotId] = set()  # by the product
         self._everywhere = NOTHING  # in the generation that runs, with replicas
         self._promised: SnapshotId | None = None  # the same, until a node or a persister is lost
-        self._removed_s: dict[SnapshotId, float] = {}  # when a person removed it
+        self._removed_s: dict[SnapshotId, float] = {}  # when a person removed it, or the storage lost some of it
+        self.rotten: set[SnapshotId] = set()  # bits of it turned over in memory
+        self._given_up = NOTHING  # the newest that was
+        self.cut_short: dict[SnapshotId, float] = {}  # when its MANIFEST was
 
     # -- lineage ---------------------------------------------------------------------------------------------
 
@@ -97,7 +92,10 @@ class Rules(Lineages):
         found = [
             one
             for one, ranks in holders.items()
-            if len(ranks) == self.truth[one][1] and one in own and self._counts(one)
+            if len(ranks) == self.truth[one][1]
+            and one in own
+            and self._counts(one)
+            and not (prefers_clean and one.identity in self.rotten)
         ]
         bounds = self.line(max(self.parents, default=0), self.parents)
         alive = [
@@ -158,6 +156,15 @@ class Rules(Lineages):
             )
         self._best = found
 
+    def held_in(self, path: str) -> frozenset[State]:
+        """Return what a segment held when it was last looked at."""
+        return self._held.get(path, frozenset())
+
+    def goes_on_in(self, folders: set[str]) -> None:
+        """A start has chosen: what machines hold that are not in it is lost."""
+        self.folders = folders
+        self._best = self.best()
+
     def memory_lost(self, prefix: str) -> None:
         """A machine is gone: nobody promised what was there alone."""
         self._held = {text: ids for text, ids in self._held.items() if not text.startswith(prefix)}
@@ -189,15 +196,21 @@ class Rules(Lineages):
             self._manifest_changed(identity, before, after)
         elif folder == "generations" and kind == "put" and before is not None and before != after:
             raise Violation("one claim per number", f"the claim {key} was written over")
+        elif folder == "intents" and kind == "delete" and not name.endswith(".abandoned"):
+            watches.intent_closed(self.job, name, max(self._given_up, *self.ever, NOTHING))
+        elif folder == "keep" and (after or b"").startswith(TOMBSTONE) and (identity := parse_prefix(name)):
+            waiting, self.job.on_claim = self.job.on_claim, []
+            for work in waiting:
+                work(identity)
+        elif name.startswith("committer.") and kind == "put" and before is None:
+            watches.lease_taken(self.job, key)
         elif folder == "intents" and kind == "put" and before is None:
             self._may_decide(name)
             begun = self.job.bucket.objects.get(key.removesuffix(".abandoned"))
-            if (
-                after == b"other writers did not finish"
-                and begun
-                and CLOCK.scheduler.now - begun[1] < EARLIER_PATIENCE_S
-            ):
-                raise Violation("a slow node is waited for", f"{name} after {CLOCK.scheduler.now - begun[1]:.0f} s")
+            if name.endswith(".abandoned"):  # and nothing up to it is persisted any more
+                self._given_up = max(self._given_up, watches.identity_of(name))
+            if begun and name.endswith(".abandoned"):
+                watches.given_up(self.job, name, after or b"", CLOCK.scheduler.now - begun[1])
         elif folder == "generations" and after is not None:
             self.begins(decode_claim(after, key, "sim"), is_on_root=True)
         elif kind == "delete" and (identity := parse_prefix(folder)) in self.committed and name.startswith("r"):
@@ -207,6 +220,8 @@ class Rules(Lineages):
 
     def _manifest_changed(self, identity: SnapshotId, before: bytes | None, after: bytes | None) -> None:
         was = identity in self.committed
+        if after is not None and after.startswith(TOMBSTONE):
+            self._given_up = max(self._given_up, identity)
         if after is not None and not after.startswith(TOMBSTONE):
             if before is not None and before != after and not self.job.is_operator:
                 raise Violation("one committed state per id", f"MANIFEST of {identity} was replaced")
@@ -218,7 +233,7 @@ class Rules(Lineages):
             self.committed[identity] = self._state_of(identity)
             self._named.add(identity)
             self.ever.add(identity)
-            if CLOCK.scheduler.now - self._removed_s.get(identity, -1e9) > 10:  # by hand, as it was committed
+            if CLOCK.scheduler.now - self._removed_s.get(identity, -1e9) > self.look_s():  # since then it was looked at
                 self._check_whole(identity)
             self._best = max(filter(None, (self._best, self.best())), default=None)
             self.job.committed(identity)
@@ -277,25 +292,33 @@ class Rules(Lineages):
         if rows != world:
             raise Violation("what is committed is whole", f"{identity}: {rows} of {world} ranks")
 
+    def look_s(self) -> float:
+        """Return seconds in which what was looked at may have changed before it is acted on."""
+        return 8 * self.job.setup.latency_s * self.job.bucket.trouble.slowness
+
+    def spoilt(self, identity: SnapshotId) -> None:
+        """The storage loses some of what is being written."""
+        self._removed_s[identity] = CLOCK.scheduler.now
+
+    def was_touched(self, identity: SnapshotId) -> bool:
+        """Whether a person deleted or damaged it."""
+        return identity in self._removed_s
+
     def _may_go(self, identity: SnapshotId) -> None:
         """Retention buries a checkpoint."""
         setup = self.job.setup
-        look_s = (
-            8 * setup.latency_s * self.job.bucket.trouble.slowness
-        )  # from the last look at the claims to the tombstone
+        look_s = self.look_s()  # from the last look at the claims to the tombstone
         seen = {one: parent for one, parent in self.on_root.items() if self._is_known(one, look_s)}
         bounds = self.line(max(seen, default=0), seen)
         states = self.committed
         there = self._named | {one for one, at_s in self._removed_s.items() if CLOCK.scheduler.now - at_s < look_s}
         alive = sorted((one for one in there if one.step <= bounds.get(one.generation, -1)), reverse=True)
-        if identity in alive[: max(1, setup.keep_last or len(alive))]:
+        last = max(1, setup.keep_last or len(alive))
+        if identity in alive[:last]:
             raise Violation("nothing that retention protects is deleted", f"{identity}, of {alive[:4]}")
-        if (
-            identity
-            in [one for one in alive if one not in states or not self.is_bad(states[one])][
-                : max(1, setup.keep_last or len(alive))
-            ]
-        ):
+        if identity in [one for one in alive if CLOCK.scheduler.now - self.cut_short.get(one, 1e9) < look_s][:last]:
+            raise Violation("retention keeps the newest whole checkpoints", f"{identity}, of {alive[:4]}")
+        if identity in [one for one in alive if one not in states or not self.is_bad(states[one])][:last]:
             raise Violation("retention keeps the newest clean checkpoints", f"{identity}, of {alive[:4]}")
         if setup.keep_every and identity.step % setup.keep_every == 0 and identity in alive:
             raise Violation("nothing that retention protects is deleted", f"{identity}: keep_every {setup.keep_every}")

@@ -7,20 +7,21 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
-from flashckpt.checkpoint.retention import Policy
+from flashckpt.checkpoint.retention import KEEP, Policy
+from flashckpt.checkpoint.root_records import TOMBSTONE, parse_prefix, prefix_of
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister.housekeeping import sweep_root
 from flashckpt.errors import FlashckptError
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Segment
-from simulation import memory, replicas, seams
+from simulation import memory, replicas, seams, watches
 from simulation.clock import CLOCK, Process, Spins
 from simulation.job import Job, Setup
 from simulation.machines import Node
 from simulation.plan import KINDS, Fault, draw
-from simulation.rules import Violation
 from simulation.states import State
 from simulation.storage import SimStore, Trouble
+from simulation.watches import Violation
 
 _current: list[Job] = []
 _draw = Random(0)
@@ -74,6 +75,7 @@ def prepare() -> None:
         _draw,
     )
     replicas.install()
+    watches.install()
     kind: Any = Segment
     for name in ("_put_header", "_put_both_headers", "remove_names"):
         setattr(kind, name, _watched(getattr(kind, name)))
@@ -97,6 +99,8 @@ def _watched(method: Any) -> Any:
         answer = method(self, *arguments)
         path: Any = self.path
         headers = [State(h.identity, h.mark) for h in self.headers() if h.is_complete] if path.exists() else []
+        if "/replicas/" in str(path):
+            watches.replica_is_whole(_current[0].rules, self)
         _current[0].rules.segment_changed(path, headers)
         return answer
 
@@ -153,6 +157,7 @@ def _run(job: Job, faults: Sequence[Fault]) -> None:
 
 def _break(job: Job, fault: Fault) -> None:
     job.say("FAULT", f"{fault.kind} {fault.target} {fault.value:.2f}")
+    job.met.add(fault.kind)
     KINDS[fault.kind](job, fault.target, fault.value)
 
 
@@ -227,21 +232,17 @@ def _leaks(job: Job) -> None:
     if problem:
         raise Violation("a sweep works", problem[0])
     newest = max(job.rules.committed)
-    left = [key for key in job.bucket.keys if key.startswith("intents/0") and _id_of(key) < newest]
+    there = {KEEP + prefix_of(*one) for one in job.rules.committed}
+    if claims := [key for key in there & job.bucket.objects.keys() if job.bucket.objects[key][0].startswith(TOMBSTONE)]:
+        raise Violation("nothing leaks", f"{claims}: what is there is claimed for its deletion")
+    left = [key for key in job.bucket.keys if key.startswith("intents/0") and watches.identity_of(key[8:]) < newest]
     if left:
         raise Violation("nothing leaks", f"{left[:4]} although {newest} is committed")
     names = {key.partition("/")[0] for key in job.bucket.keys if key.startswith("step-")}
-    from flashckpt.checkpoint.root_records import parse_prefix
-
     ids = {parse_prefix(name) for name in names}
     old = sorted(one for one in ids if one is not None and one < newest and one not in job.rules.committed)
     if old and not job.counts["operator"]:
         raise Violation("nothing leaks", f"folders of {old[:4]} although {newest} is committed")
-
-
-def _id_of(key: str) -> tuple[int, int]:
-    generation, _, step = key.rpartition("/")[2].partition(".")[0].partition("-")
-    return int(generation), int(step)
 
 
 def _sweep(job: Job, problem: list[str]) -> None:

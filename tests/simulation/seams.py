@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from simulation import memory
-from simulation.clock import CLOCK, Killed, Process
+from simulation.clock import CLOCK, Process
 from simulation.storage import SimStore
 from simulation.threads import Burst, Pool, Threading, wakers
 
@@ -67,14 +67,9 @@ class Wakeup:
 def crash_point(name: str) -> None:
     """Kill the process that runs where its time has come."""
     del name
-    process = CLOCK.scheduler.process
-    if process is None:
-        return
-    if process.deadly_in is not None:
-        process.deadly_in -= 1
-        if process.deadly_in < 0:
-            raise Killed
-    CLOCK.scheduler.check()
+    if (process := CLOCK.scheduler.process) is not None:
+        process.passes_point()
+        CLOCK.scheduler.check()
 
 
 def _module(name: str) -> Any:

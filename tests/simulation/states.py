@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from flashckpt.core.records import mark_of
@@ -48,3 +49,13 @@ def table_of(rank: int, world: int) -> tuple[ShardTable, int]:
         placement = place(shards)
         _tables[rank, world] = ShardTable.from_shards(shards, placement.offsets), int(placement.total)
     return _tables[rank, world]
+
+
+@lru_cache(maxsize=4096)
+def whole_of(chain: str, rank: int, world: int) -> bytes:
+    """Return the bytes of a rank's slot in a state."""
+    table, total = table_of(rank, world)
+    whole = bytearray(total)
+    for start, part in zip(table.byte_offset.tolist(), bytes_of(chain, rank), strict=True):
+        whole[start : start + len(part)] = part
+    return bytes(whole)

@@ -14,7 +14,7 @@ from typing import Any
 from flashckpt.errors import DamagedError, ObjectMissingError, RootError, StoreError
 from flashckpt.storage.store import DELETE_BATCH, SWEEP_AGE_S, Names, ObjectInfo, Objects
 from simulation import memory
-from simulation.clock import CLOCK, Killed, Process
+from simulation.clock import CLOCK, Process
 
 _PAGE = 1000
 
@@ -155,11 +155,7 @@ class SimStore:
         return writes and random.random() < trouble.forgets
 
     def _step(self) -> None:
-        process = self._process
-        if process.deadly_in is not None:
-            process.deadly_in -= 1
-            if process.deadly_in < 0:
-                raise Killed
+        self._process.passes_point()
         CLOCK.scheduler.check()
 
     def _answer(self, *, lost: bool = False) -> None:

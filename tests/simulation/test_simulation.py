@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support.paths import ROOT, TESTS
 
-from simulation.mutants import DEFENDED, MUTANTS, mutated
+from simulation.bugs import DEFENDED, HUNTS, MUTANTS
+from simulation.mutants import mutated
 
 
 def in_a_child(work: Callable[[], Any]) -> Any:
@@ -34,7 +38,29 @@ def in_a_child(work: Callable[[], Any]) -> Any:
 def test_every_planted_bug_has_its_place(mutant: Any) -> None:
     assert len(MUTANTS) >= 40
     assert DEFENDED.keys() < {one.name for one in MUTANTS}
+    assert all(any(word in one.name for one in MUTANTS) for word in HUNTS)
     compile(mutated(mutant), mutant.file, "exec")
+
+
+SEEN = {
+    "the header says WRITING in neither copy": "what memory calls whole is whole",
+    "a suspect snapshot is preferred": "a restore prefers what is clean",
+    "rolled back: off by one": "nothing that was rolled back is restored",
+    "a round that was missed is forgotten": "a restore takes the newest",
+    "the lease is not waited for": "a commit is left to who has its lease",
+    "a keep mark that comes late is not seen": "nothing that retention protects is deleted",
+}
+"""Planted bugs, each of which another fault and another rule make visible, within a few seeds."""
+
+
+def test_planted_bugs_are_found_by_the_rule_that_is_for_them() -> None:
+    command = [sys.executable, "-m", "simulation.mutants", "--seeds", "12", "--only", *SEEN]
+    place = {**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{ROOT}"}
+    ended = subprocess.run(command, env=place, cwd=ROOT, capture_output=True, text=True, check=False)
+    lines = {name: line for line in ended.stdout.splitlines() for name in SEEN if line.startswith(name)}
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert lines.keys() == SEEN.keys()
+    assert [name for name, rule in SEEN.items() if f"  {rule}: " not in lines[name]] == []
 
 
 def _calm(**changes: Any) -> Any:

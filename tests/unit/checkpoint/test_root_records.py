@@ -68,6 +68,18 @@ def test_a_generation_that_others_went_on_without_claims_nothing_late(store: Sto
     assert [claim.line for claim in read_generations(store)] == [(), (), ()], "a claim does not say it"
 
 
+def test_a_start_that_died_behind_its_claim_has_overtaken_nobody(store: Store) -> None:
+    """Memory did not know of it, and took the same number; the next start goes on from there."""
+    assert claim_generation(store, Generation(number=3, token="died", parent=None, world_size=1))
+    late = Generation(number=4, token="d", parent=SnapshotId(1, 35), world_size=1, line=(mark_of("x"),))
+    store.put(f"{prefix_of(3, 40)}/r00000.p0.fck", b"1")
+    with pytest.raises(FencedError, match="generation 3"):
+        check_fence(store, late)
+    store.delete(f"{prefix_of(3, 40)}/r00000.p0.fck")
+    check_fence(store, late)
+    assert [claim.token for claim in read_generations(store)][2:] == ["died", "d"]
+
+
 def test_an_index_of_another_run_that_has_the_same_number_is_not_committed(store: Store) -> None:
     pin = make_pin([shard("w", (400,))], step=40, generation=2)
     persist_slot(pin, store, prefix_of(2, 40))

@@ -1,0 +1,115 @@
+"""What is looked at on the way: what memory calls whole, what a pin holds, why a snapshot is given up."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from flashckpt.checkpoint.root_records import prefix_of
+from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.shm.segment import Segment
+from simulation import memory
+from simulation.clock import CLOCK
+from simulation.states import State, bytes_of, whole_of
+
+if TYPE_CHECKING:
+    from simulation.job import Job
+    from simulation.rules import Rules
+
+PATIENCE_S = 60.0
+"""Seconds that slow writers have at least."""
+LEASE_S = 5.0
+"""Seconds that the holder of a commit's lease may be silent."""
+_REASONS = (b"ranks [", b"its lineage was rolled back")
+_EXCUSES = {
+    "memory rots", "storage loses a part", "buried while written", "listings lag", "operator deletes", "operator damages",
+    "operator truncates", "MANIFEST is cut short", "operator copies", "operator sweeps",
+}  # fmt: skip
+"""Faults by which an attempt may fail for another reason than the storage."""
+
+
+class Violation(BaseException):  # not an Exception: the product's loops must not swallow it
+    """Something is true that must never be."""
+
+    def __init__(self, rule: str, text: str) -> None:
+        super().__init__(f"{rule}: {text}")
+        self.rule = rule
+
+
+def memory_is_whole(rules: Rules, segment: Segment | None) -> None:
+    """Compare what a segment calls COMPLETE with what was trained, while another slot of it is being written."""
+    assert segment is not None
+    path: Any = segment.path
+    raw = memory.FILES.find(path).buffer
+    for slot, header in enumerate(segment.headers()):
+        state = State(header.identity, header.mark)
+        if header.is_complete and state in rules.truth and header.identity not in rules.rotten:
+            chain, world = rules.truth[state]
+            wanted, at = whole_of(chain, header.rank, world), segment.spec.data_at(slot)
+            if raw[at : at + len(wanted)] != wanted:
+                raise Violation("what memory calls whole is whole", f"{header.identity} in slot {slot} of {path}")
+
+
+def replica_is_whole(rules: Rules, segment: Segment) -> None:
+    """Look for the rows of a rank in a replica that has just become COMPLETE."""
+    path: Any = segment.path
+    known = rules.held_in(str(path))
+    for slot, header in enumerate(segment.headers() if path.exists() else ()):
+        state, at = State(header.identity, header.mark), segment.spec.data_at(slot)
+        if header.is_complete and state not in known and state in rules.truth:
+            row, _ = bytes_of(rules.truth[state][0], header.rank)
+            if row not in memory.FILES.find(path).buffer[at : at + header.data_bytes]:
+                raise Violation("what memory calls whole is whole", f"the replica of {header.identity} in {path}")
+
+
+def given_up(job: Job, name: str, reason: bytes, after_s: float) -> None:
+    """An intent is abandoned: not before slow writers had time, and for damage only where there is some."""
+    if reason == b"other writers did not finish":
+        if after_s < PATIENCE_S:
+            raise Violation("a slow node is waited for", f"{name} after {after_s:.0f} s")
+    elif (
+        not reason.startswith(_REASONS)
+        and not job.met & _EXCUSES
+        and job.ranks
+        and job.ranks[0].record.number == identity_of(name).generation
+    ):
+        raise Violation("nothing is given up without a reason", f"{name}: {reason.decode()[:80]}")
+
+
+def identity_of(name: str) -> SnapshotId:
+    """Return the snapshot of an intent, or of the mark that it was abandoned."""
+    generation, _, step = name.removesuffix(".abandoned").partition("-")
+    return SnapshotId(int(generation), int(step))
+
+
+def intent_closed(job: Job, name: str, newest: SnapshotId) -> None:
+    """An intent is removed: it is decided by then."""
+    identity = identity_of(name)
+    if identity > newest and f"{prefix_of(*identity)}/MANIFEST" not in job.bucket.objects:
+        raise Violation("an open intent stays", f"{identity} was removed, and {newest} is the newest that is decided")
+
+
+def lease_taken(job: Job, key: str) -> None:
+    """Somebody takes over a commit: not from a holder that was heard of a moment ago."""
+    stem, _, number = key.rpartition(".")
+    before = job.bucket.objects.get(f"{stem}.{int(number) - 1:06d}")
+    if before is not None and (silent_s := CLOCK.scheduler.now - before[1]) < LEASE_S - job.rules.look_s():
+        raise Violation("a commit is left to who has its lease", f"{key} after {silent_s:.1f} s")
+
+
+def _checked(pin_all: Callable[..., Any]) -> Callable[..., Any]:
+    def call(view: Any, identity: Any, ranks: Any) -> Any:
+        pins = pin_all(view, identity, ranks)
+        if others := [str(pin.header.identity) for pin in (pins or {}).values() if pin.header.identity != identity]:
+            raise Violation("what is pinned is what was asked for", f"{others} for {identity}")
+        return pins
+
+    return call
+
+
+def install() -> None:
+    """Look at every pin that a persister takes, once per program."""
+    for name in ("coordinator", "seeker"):
+        module: Any = importlib.import_module(f"flashckpt.daemon.persister.{name}")
+        module.pin_all = _checked(module.pin_all)
