@@ -422,7 +422,7 @@ def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
     if name == "elastic_launch":
-        from flashckpt.daemon.launcher.api import elastic_launch
+        from flashckpt.daemon.launcher.launch import elastic_launch
 
         return elastic_launch
     from torch.distributed import run as torchrun

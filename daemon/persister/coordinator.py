@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from flashckpt.checkpoint.catalog import newest_checkpoint
-from flashckpt.checkpoint.commit_lease import LeaseObjects
 from flashckpt.checkpoint.indexes import missing_writers
 from flashckpt.checkpoint.intents import (
+    LeaseObjects,
     Proposals,
     abandon_intent,
     abandoned_reason,

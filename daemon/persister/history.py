@@ -19,20 +19,25 @@ from typing import Any, NamedTuple
 
 from flashckpt import __version__
 from flashckpt.checkpoint.history import (
+    COURSE,
     ENDED,
     RANKS,
     STOPPED,
+    Points,
     SessionRecord,
+    added,
     clipped,
     forget_oldest,
+    forget_oldest_incidents,
+    put_incident,
     read_history,
+    read_series,
     read_session,
     summary,
+    write_series,
     write_session,
 )
-from flashckpt.checkpoint.incidents import forget_oldest_incidents, put_incident
 from flashckpt.checkpoint.root_records import newest_claim, owns_generation
-from flashckpt.checkpoint.series import COURSE, Points, added, read_series, write_series
 from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister.metrics import class_of

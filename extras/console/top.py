@@ -18,7 +18,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from flashckpt.checkpoint.series import Points
+from flashckpt.checkpoint.history import Points
 from flashckpt.cli.common import (
     Command,
     age_of,

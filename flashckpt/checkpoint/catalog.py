@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from flashckpt.checkpoint.ranged_reads import with_values
 from flashckpt.checkpoint.root_records import (
     MANIFEST,
     TOMBSTONE,
@@ -28,7 +27,7 @@ from flashckpt.checkpoint.root_records import (
     read_generations,
     read_names,
 )
-from flashckpt.checkpoint.spread_reads import each_entry, read_rows
+from flashckpt.checkpoint.spread_reads import each_entry, read_rows, with_values
 from flashckpt.checkpoint.writer import read_start
 from flashckpt.core.lineage import Generation, is_rolled_back
 from flashckpt.core.manifest import Manifest, decode_manifest, header_of

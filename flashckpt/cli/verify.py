@@ -18,13 +18,15 @@ from flashckpt.cli.common import (
     choose,
     human_bytes,
     json_option,
+    jumps,
     new_table,
+    numbers_of,
     open_root,
     root_options,
     show,
     step_option,
+    words_of,
 )
-from flashckpt.cli.numbers import jumps, numbers_of, words_of
 from flashckpt.cli.progress import progress
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.errors import DamagedError, FlashckptError

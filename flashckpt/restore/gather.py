@@ -28,10 +28,9 @@ from flashckpt.faults import crash_point
 from flashckpt.planning.inventory import HeldSlot, Inventory, Member, unpack_all
 from flashckpt.planning.selection import Candidates, RestoreRequest, RootSummary, refuse_damage, require_same_request
 from flashckpt.report import guarded
-from flashckpt.shm.agent_folder import agent_folder, bad_steps, has_missed, note_waiting, read_job
+from flashckpt.shm.agent_folder import agent_folder, bad_steps, has_missed, note_waiting, ranks_key, read_job
 from flashckpt.shm.control import Control, ControlView
 from flashckpt.shm.job_directory import JobDirectory
-from flashckpt.shm.job_key import ranks_key
 from flashckpt.shm.segment import Segment
 from flashckpt.shm.segment_file import boot_id
 from flashckpt.state.placement import World

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from flashckpt.checkpoint.incidents import PREFIX
+from flashckpt.checkpoint.history import PREFIX
 from flashckpt.core.incident import Incident, decode
 
 

@@ -1,13 +1,18 @@
-"""What a rank makes of its configuration before it trains, and what it says of it."""
+"""What a rank makes of its configuration before it trains, what of it is tracked, and why a checkpoint cannot be continued."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flashckpt import entry_points
+from flashckpt.errors import ConfigError, FlashckptError, SamplerStateError
 from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.config.changes import compare, other_data, refuse_changes
 from flashckpt.trainer.data.mixed import open_data
 from flashckpt.trainer.data.training_data import TrainingData
 from flashckpt.trainer.model.initial import name_seed
@@ -15,10 +20,15 @@ from flashckpt.trainer.model.moe import described_products
 from flashckpt.trainer.parallel.apply import Parallel
 from flashckpt.trainer.parallel.distributed import device_name
 from flashckpt.trainer.parallel.float8 import described_float8
+from flashckpt.trainer.parallel.groups import group_label
 from flashckpt.trainer.parallel.layout import Layout, resolve_layout
 from flashckpt.trainer.parallel.switches import host_memory_switches
 from flashckpt.trainer.train.phases import Phase
 from flashckpt.trainer.train.record import say_once
+
+if TYPE_CHECKING:
+    from flashckpt import Checkpointer
+    from flashckpt.trainer.optim.outer import OuterOptimizer
 
 
 def training_data(config: RunConfig, seed: int, parallel: Parallel, layout: Layout) -> TrainingData:
@@ -71,3 +81,51 @@ def announce_phase(phase: Phase) -> None:
             f"phase {phase.number} from step {phase.first_step}: seq_len {config.train.seq_len}, global batch "
             f"{config.train.global_batch}, rope base {config.model.rope_base:g}, lr {config.optim.lr:g}",
         )
+
+
+def checkpointer(config: RunConfig, parallel: Parallel, outer: OuterOptimizer | None, **tracked: Any) -> Checkpointer:
+    """Return a Checkpointer that tracks everything a resume needs: the weights, and what is `tracked` beside them."""
+    from flashckpt import Checkpointer
+
+    settings = config.checkpoint
+    ckpt = Checkpointer(**{**settings.plain(), "job": settings.job or None})
+    fenced = ("ema",) if outer is None else ("model", "outer")  # group weights belong to their optimizer
+    ckpt.track(**weights_of(parallel, outer), **tracked, rng=True, fenced=fenced, mesh=parallel.mesh)
+    return ckpt
+
+
+@contextlib.contextmanager
+def waiting_for_data(current: Callable[[], Checkpointer | None]) -> Iterator[None]:
+    """Expect no step while data is waited for; the `current` checkpointer of a rollback may be closed meanwhile."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(FlashckptError):
+            if (ckpt := current()) is not None:
+                stack.enter_context(ckpt.paused())
+        yield
+
+
+def weights_of(parallel: Parallel, outer: OuterOptimizer | None) -> dict[str, Any]:
+    """Return what is tracked of the weights by name: where groups train apart, those of this rank's group are not `model`.
+
+    `model` is what any reader of a checkpoint takes, so it has to be the same in all groups: what they had in common last.
+    """
+    if outer is None:
+        return {"model": parallel.parts}
+    momentum = None if outer.momentum is None else outer.momentum.modules
+    return {group_label(parallel.group): parallel.parts, "model": outer.anchor.modules, "outer": momentum}
+
+
+def explain(config: RunConfig, error: FlashckptError) -> None:
+    """Raise ConfigError or DataError instead of `error` if a changed setting or other data is the reason."""
+    from flashckpt.trainer.train.recorded_config import recorded_config
+
+    settings = config.checkpoint
+    before = recorded_config(settings.root, settings.job or None, settings.storage_options)
+    if before is None:
+        return
+    try:
+        refuse_changes(compare(before, config))
+    except ConfigError as clearer:
+        raise clearer from error
+    if isinstance(error, SamplerStateError):
+        raise other_data(error) from error

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flashckpt.trainer.train.metrics import StepRecord
-from flashckpt.trainer.watch.events import Event
+from flashckpt.trainer.watch.engine import Event
 from flashckpt.trainer.watch.figures import Figures
 from flashckpt.trainer.watch.plain import duration
 

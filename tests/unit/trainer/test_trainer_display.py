@@ -21,7 +21,7 @@ from flashckpt.trainer.train.nonfatal import NonfatalStream, nonfatal_streams
 from flashckpt.trainer.train.report_once import report_once
 from flashckpt.trainer.train.terminal import CLEAR, terminal_of
 from flashckpt.trainer.watch import panel
-from flashckpt.trainer.watch.events import KEPT, Event, Events
+from flashckpt.trainer.watch.engine import KEPT, Event, Events
 from flashckpt.trainer.watch.figures import Figures
 from flashckpt.trainer.watch.live import LiveDisplay
 from flashckpt.trainer.watch.plain import ProgressLine, duration
