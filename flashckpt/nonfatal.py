@@ -95,14 +95,7 @@ def write_all(fd: int, data: bytes) -> None:
 
 
 def nonfatal_text(raw: NonfatalFile, name: str, *, encoding: str = "utf-8", errors: str = "strict") -> Any:
-    """Return a text stream as `python -u` makes it, whose writes cost lines where they fail.
-
-    Args:
-        raw: The file below it.
-        name: "stdout" or "stderr".
-        encoding: The text's encoding.
-        errors: How to treat characters that it lacks.
-    """
+    """Return a text stream as `python -u` makes it, whose writes cost lines where they fail."""
     raw.name = f"<{name}>"
     stream = io.TextIOWrapper(
         raw,  # unbuffered, as python -u does it

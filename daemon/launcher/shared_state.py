@@ -49,13 +49,7 @@ class JobState(_RendezvousState):
 
 
 class SharedState(_BackendRendezvousStateHolder):
-    """Keeps this node's copy of the state in step with the store; a drop-in for torch's own holder.
-
-    Args:
-        store: Holds the state.
-        settings: The rendezvous settings.
-        seal: Signs it.
-    """
+    """Keeps this node's copy of the state in step with the store; a drop-in for torch's own holder."""
 
     def __init__(self, store: Store, settings: RendezvousSettings, seal: Seal) -> None:
         super().__init__(backend=None, settings=settings)  # type: ignore[arg-type]  # sync, below, is all that uses it

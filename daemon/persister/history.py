@@ -68,12 +68,7 @@ class _Due(NamedTuple):
 
 
 class SessionHistory:
-    """Writes the records of a job from its first node.
-
-    Args:
-        directory: The job's directory.
-        connect: Opens the root that a configuration names.
-    """
+    """Writes the records of a job from its first node."""
 
     def __init__(self, directory: JobDirectory, connect: Callable[[JobConfig], Store]) -> None:
         self._directory, self._connect = directory, connect

@@ -159,12 +159,7 @@ class _Server(WSGIServer):
 
 
 class Endpoint:
-    """A metrics endpoint until `close`.
-
-    Attributes:
-        host: The address it listens on.
-        port: The port.
-    """
+    """A metrics endpoint until `close`."""
 
     def __init__(self, observed: Observed, *, job: str, node: int, port: int, host: str = LOOPBACK) -> None:
         registry = CollectorRegistry()

@@ -47,12 +47,7 @@ class Assignment(NamedTuple):
 
 
 class Worker:
-    """Makes what is wanted, the oldest first, while `look` adds to it from another thread.
-
-    Args:
-        order: From the persister.
-        tasks: What is asked for.
-    """
+    """Makes what is wanted, the oldest first, while `look` adds to it from another thread."""
 
     def __init__(self, order: Assignment, tasks: list[Task]) -> None:
         self._order, self._tasks = order, tasks

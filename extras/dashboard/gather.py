@@ -41,11 +41,6 @@ MOST_SESSIONS = 50
 class PageSource:
     """A job, found by its root or by its id.
 
-    Args:
-        name: A root, or the id of a job in this machine's memory.
-        options: Storage options of the root, KEY=VALUE.
-        plan: What `flashckpt plan --json` wrote; None for none.
-
     Attributes:
         root, store: Where it persists.
 

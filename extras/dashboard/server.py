@@ -25,13 +25,7 @@ _FOLDER = Path(__file__).parent
 
 
 class Dashboard(ThreadingHTTPServer):
-    """Serves one job until `shutdown`.
-
-    Args:
-        look: Returns the document of now.
-        host: Address to listen on.
-        port: 0 for any free one.
-    """
+    """Serves one job until `shutdown`."""
 
     daemon_threads = True
 

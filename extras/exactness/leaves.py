@@ -102,10 +102,6 @@ def variables(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
 class Walk:
     """One walk over everything; what is tracked is not met a second time.
 
-    Args:
-        tracked: What is tracked.
-        reads_sources: Whether sources of data may be asked for their state now.
-
     Attributes:
         leaves: By path.
     """

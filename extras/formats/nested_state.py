@@ -35,12 +35,7 @@ Place = tuple[int, ...]
 
 @dataclass(kw_only=True)
 class TakenApart:
-    """A dict in pieces.
-
-    Attributes:
-        values: What a MANIFEST holds of it.
-        tensors: By name; a tensor that occurs twice is one.
-    """
+    """A dict in pieces."""
 
     values: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)

@@ -118,14 +118,7 @@ def named(
 
 @dataclass(kw_only=True)
 class _Numbered:
-    """An optimizer's state dict in a flattened one.
-
-    Attributes:
-        groups: Numbers of each group's parameters.
-        recorded: Their names, where the optimizer was given them.
-        shapes: Of the parameters, as far as their state shows them.
-        keys: All its keys.
-    """
+    """An optimizer's state dict in a flattened one."""
 
     groups: list[list[int]] = field(default_factory=list)
     recorded: list[list[str]] = field(default_factory=list)

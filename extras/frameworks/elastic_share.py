@@ -42,11 +42,6 @@ def elastic_in(source: Any) -> Any:
 def check_share(elastic: Any, source: Any, share: Share) -> None:
     """Refuse a sampler that deals this rank another part than its own, or other steps than the framework makes.
 
-    Args:
-        elastic: What `elastic_in` returned.
-        source: The loader that it is in, or itself.
-        share: What is trained.
-
     Raises:
         ConfigError: It does.
     """

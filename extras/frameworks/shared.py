@@ -33,11 +33,7 @@ class OneForAllRanks:
 
 
 class OwnsCheckpointer:
-    """An object of a training loop that has made its Checkpointer and ends it.
-
-    Attributes:
-        checkpointer: It.
-    """
+    """An object of a training loop that has made its Checkpointer and ends it."""
 
     checkpointer: Checkpointer
 

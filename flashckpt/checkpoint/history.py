@@ -143,9 +143,6 @@ def clipped(text: str) -> str:
 def summary(records: Sequence[SessionRecord]) -> dict[str, Any]:
     """Return what a job's sessions cost, as JSON values.
 
-    Args:
-        records: The sessions, as `read_history` returns them.
-
     Returns:
         `sessions`, `restarts` (of sessions that did not end cleanly), `restarts_by_cause`, `steps_lost` and their seconds
         `lost_s`, `down_s` (from the last sign of a session to the first step of the next one) and `down_by_cause`, `elapsed_s`,

@@ -240,10 +240,6 @@ def encode_manifest_header(summary: ManifestHeader) -> bytes:
 def read_frame(raw: memoryview, majors: Sequence[int] = (MAJOR, MAJOR_WITH_RANGES)) -> tuple[int, int]:
     """Return (bytes of the body, digest) that a manifest's frame names.
 
-    Args:
-        raw: Its first bytes.
-        majors: The versions that the caller reads.
-
     Raises:
         DamagedError: Not a manifest.
         FormatVersionError: Written by another major version.

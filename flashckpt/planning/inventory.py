@@ -208,11 +208,6 @@ def counting_marks(
 
     One that is claimed on the root does, unless nothing came of the claim: alone, it must never hide a snapshot. Else, of
     several, one of a node that ran until now, then the one that came farthest. None does that others have overtaken.
-
-    Args:
-        nodes: What they hold.
-        claims: Of the root.
-        committed: Numbers of generations of which the root holds a checkpoint.
     """
     claimed = {one.number: mark_of(one.token) for one in claims}
     used = {one.number for one in claims if one.parent is not None} | {*committed}

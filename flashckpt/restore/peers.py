@@ -305,12 +305,7 @@ class Peers:
 
 
 class PeerExchange:
-    """What `execute` does about jobs that other nodes hold: one round of all ranks after another. See Peers.
-
-    Args:
-        peers: Of the snapshot.
-        sources: What jobs count their sources in.
-    """
+    """What `execute` does about jobs that other nodes hold: one round of all ranks after another. See Peers."""
 
     def __init__(self, peers: Peers, sources: Sequence[Source]) -> None:
         self._peers = peers

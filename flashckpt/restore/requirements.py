@@ -41,12 +41,7 @@ class LiveRows:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LiveState:
-    """The tracked objects and their tensors as they are now; read again once a restore has made state.
-
-    Attributes:
-        tracked: The objects.
-        layout: Their tensors, and where their bytes lie.
-    """
+    """The tracked objects and their tensors as they are now; read again once a restore has made state."""
 
     tracked: StateRegistry
     layout: StateLayout
@@ -251,14 +246,7 @@ class ForeseenState:
 def foreseen_state(
     tracked: StateRegistry, live: StateLayout, names: SourceNames, manifests: Sequence[Manifest]
 ) -> ForeseenState | None:
-    """Return the state that the live optimizers lack; None where it has to be searched by name.
-
-    Args:
-        tracked: The live objects.
-        live: Their tensors as they are now.
-        names: Of the sources.
-        manifests: Of the sources.
-    """
+    """Return the state that the live optimizers lack; None where it has to be searched by name."""
     foreseen = tracked.foreseen()
     layout = live if foreseen is None else foreseen.layout
     if not manifests or names.forms or not _are_named_alike(manifests, layout):

@@ -32,9 +32,6 @@ class Skips:
     Until the session has its first snapshot, a skipped one is retried 1, 2, 4, 8, ... steps later and not only at
     the next regular step: memory that is being prepared is ready soon. The steps are the same on all ranks, so
     that their snapshots are common; a rank that skipped nothing joins if it sees that another rank did.
-
-    Args:
-        generation: The session's generation.
     """
 
     def __init__(self, generation: int) -> None:

@@ -175,11 +175,7 @@ def _may_become_common(job: GroupAcks, identities: Iterable[SnapshotId]) -> bool
 
 
 class RelayThread:
-    """Turns a relay: at once after a publication, then ever more rarely until there is nothing more to learn.
-
-    Args:
-        relay: Of this node.
-    """
+    """Turns a relay: at once after a publication, then ever more rarely until there is nothing more to learn."""
 
     def __init__(self, relay: AckRelay) -> None:
         """Starts the thread."""

@@ -60,10 +60,6 @@ def client_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
 def address_of(bucket: str, options: Mapping[str, Any]) -> S3Address:
     """Resolve where a bucket is; nothing is connected to.
 
-    Args:
-        bucket: Its name.
-        options: Storage options, in s3fs' names.
-
     Raises:
         BotoCoreError, ValueError: The configuration is wrong, e.g. names a profile that does not exist.
     """

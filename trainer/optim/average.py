@@ -66,12 +66,7 @@ class WeightCopy:
 
 
 class WeightAverage(WeightCopy):
-    """The average of the weights of the local parts.
-
-    Args:
-        config: Decay and interval.
-        parts: The local parts, without DDP around them.
-    """
+    """The average of the weights of the local parts."""
 
     def __init__(self, config: EmaConfig, parts: Sequence[nn.Module]) -> None:
         super().__init__(parts)

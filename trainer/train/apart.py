@@ -20,14 +20,7 @@ from flashckpt.trainer.train.recorded_config import recorded_config
 
 
 class Apart:
-    """This group of a run.
-
-    Args:
-        config: Of the group.
-        outer: Its outer optimizer.
-        data: Its samples.
-        device: This rank's device.
-    """
+    """This group of a run."""
 
     def __init__(self, config: RunConfig, outer: OuterOptimizer, data: PhasedData, device: torch.device) -> None:
         self.meeting = GroupMeeting(config, device)
@@ -91,12 +84,7 @@ def has_other_groups(config: RunConfig, device: torch.device) -> bool:
 def begin_if_new(outer: OuterOptimizer, parallel: Parallel, missing: Collection[str]) -> bool:
     """Let this rank's group begin with the weights that were synchronised last, if no source has it; return whether it did.
 
-    Its optimizer begins without a history, as that of a group that joins. A group that is no more takes with it what it trained since.
-
-    Args:
-        outer: Restored already.
-        parallel: This rank's parts.
-        missing: The names that no source has.
+    `outer` is restored already. Its optimizer begins without a history, as that of a group that joins. A group that is no more takes with it what it trained since.
 
     Raises:
         ShardGapError: other state is missing, or a part of the group's.

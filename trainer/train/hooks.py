@@ -56,9 +56,6 @@ class TrainerHooks:
     """Every method does nothing: derive from this class, and write those that you need.
 
     They are called on every rank in one order, so each may run collectives, but for `spike`, which the reporting rank calls.
-
-    Args:
-        run: The run on this rank.
     """
 
     def __init__(self, run: HookedRun) -> None:

@@ -23,10 +23,6 @@ class LineFile:
     """A file to which lines are appended whole or not at all, without exceptions.
 
     It is opened by the first line for which that succeeds. One process writes it.
-
-    Args:
-        path: The file; its folder is created.
-        prepare: Called with the open file descriptor before the first line.
     """
 
     def __init__(self, path: str | os.PathLike[str], prepare: Callable[[int], None] | None = None) -> None:

@@ -17,11 +17,7 @@ from flashckpt.trainer.train.phases import Phase, phase_at
 
 
 class PhasedSampler:
-    """The sampler of the phase that runs, and which phase that is: what a snapshot takes.
-
-    Args:
-        data: Whose sampler it stands for.
-    """
+    """The sampler of the phase that runs, and which phase that is: what a snapshot takes."""
 
     flashckpt_replicated = True
 

@@ -248,11 +248,7 @@ class TrainStep:
 
 
 class ExpertLoad:
-    """Tokens per expert of every layer in a step: adds up what the routers of all ranks counted.
-
-    Args:
-        parallel: This rank's parts.
-    """
+    """Tokens per expert of every layer in a step: adds up what the routers of all ranks counted."""
 
     def __init__(self, parallel: Parallel) -> None:
         self._parallel = parallel

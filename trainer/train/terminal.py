@@ -25,10 +25,6 @@ def terminal_of(display: str, environ: Mapping[str, str] | None = None) -> Any:
 
     Standard error if it is a terminal, else standard output. Nothing is drawn by a process in the background of its
     terminal, nor, unless `display` is "live", where colours or movements of the cursor are not wanted.
-
-    Args:
-        display: log.display.
-        environ: In place of the process's.
     """
     values = env if environ is None else Environment(environ)
     if display == "plain" or (display == "auto" and _is_unwanted(values)):

@@ -92,12 +92,7 @@ def chunks_of(lengths: npt.ArrayLike, batch: int, *, most: int, multiple: int = 
 
 
 class RowScorer:
-    """Scores rows with the parts of this rank.
-
-    Args:
-        parallel: This rank's parts.
-        loss_parallel_on: Whether logits stay sharded over the vocabulary.
-    """
+    """Scores rows with the parts of this rank."""
 
     def __init__(self, parallel: Parallel, *, loss_parallel_on: bool) -> None:
         self._parallel = parallel

@@ -48,10 +48,6 @@ def score_of(rows: RowScores) -> Score:
 class Evaluator:
     """Scores the texts and probes of a run with the model as it is.
 
-    Args:
-        config: The run; always the same samples are scored.
-        parallel: This rank's parts.
-
     Raises:
         DataError: there is no held-out sample, a set is not prepared, or a probe cannot be read.
         ConfigError: the tokenizer that sets or probes need is not known, or does not fit the model.

@@ -164,12 +164,6 @@ def _read_box(file: st.Incoming, offsets: Sequence[int], lengths: Sequence[int])
 class SavedWeights:
     """The model in what the trainer saved, wherever its bytes are; see WeightSource.
 
-    Args:
-        sources: Manifests and bytes, nearest first; together they hold the model.
-        values: Non-tensor state, from the manifests.
-        where: For error texts.
-        label: Under which name its tensors were tracked: MODEL or AVERAGE.
-
     Attributes:
         may_be_part: Whether the sources may be those of one node of several.
         run: The recorded run, as far as it matters for the model.

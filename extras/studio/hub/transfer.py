@@ -217,13 +217,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def card(source: CheckpointWeights, values: Mapping[str, Any], has_tokenizer: bool) -> bytes:
-    """Return README.md as the Hugging Face hub shows it: no licence and no claim, which are the author's to write.
-
-    Args:
-        source: The checkpoint.
-        values: The config.json of the export.
-        has_tokenizer: Whether a tokenizer is in the folder.
-    """
+    """Return README.md as the Hugging Face hub shows it: no licence and no claim, which are the author's to write."""
     manifest, model = source.source.manifest, source.model
     tokens = int(manifest.values[RECORD].get("tokens", 0))
     rows = [("parameters", f"{count_parameters(model):,}"), ("architecture", values["architectures"][0])]

@@ -27,13 +27,7 @@ _SHOWN_EVENTS = 5
 
 
 class LiveDisplay:
-    """Draws until it is closed.
-
-    Args:
-        stream: A terminal, as `terminal_of` returns it.
-        steps: Of the whole run.
-        events: What happened lately.
-    """
+    """Draws until it is closed."""
 
     def __init__(self, stream: Any, *, steps: int, events: Events) -> None:
         from flashckpt.trainer.watch import panel  # rich is imported where something is drawn, and before it is
