@@ -14,8 +14,7 @@ from typing import Any
 
 from flashckpt.shm.agent_folder import agent_folder, note_display
 from flashckpt.trainer.train.metrics import StepRecord
-from flashckpt.trainer.train.nonfatal import write_all
-from flashckpt.trainer.train.terminal import CLEAR
+from flashckpt.trainer.train.nonfatal import CLEAR, write_all
 from flashckpt.trainer.watch.engine import Events
 from flashckpt.trainer.watch.figures import Figures
 from flashckpt.trainer.watch.plain import StepPace, progress_text

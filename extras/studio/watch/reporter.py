@@ -22,8 +22,7 @@ from flashckpt.trainer.model.flops import flops_per_token, peak_tflops
 from flashckpt.trainer.parallel.layout import resolve_layout
 from flashckpt.trainer.plan.start import expected_mfu
 from flashckpt.trainer.train.metrics import StepRecord, Trace
-from flashckpt.trainer.train.nonfatal import Nonfatal
-from flashckpt.trainer.train.terminal import terminal_of
+from flashckpt.trainer.train.nonfatal import Nonfatal, terminal_of
 from flashckpt.trainer.watch.engine import EngineWatch, Events
 from flashckpt.trainer.watch.figures import StepMeter, curves
 from flashckpt.trainer.watch.live import LiveDisplay
