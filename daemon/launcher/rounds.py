@@ -140,8 +140,6 @@ class JobNotes:
     are signed (sealed_store): a stranger's counts as absent.
 
     Args:
-        store: The rendezvous store.
-        run_id: The job's id.
         secret: The job's secret; without one (b"") notes are not signed.
 
     Attributes:

@@ -189,7 +189,6 @@ class Scrapes:
     """The endpoint where one is asked for; tries again while it cannot listen: the port may be held by a daemon that ends.
 
     Args:
-        observed: What is shown.
         report: Called with a sentence where there are no metrics though they are asked for, and with "" when there are.
     """
 

@@ -43,7 +43,6 @@ class CommitLease:
     """What this node knows of the lease of one snapshot.
 
     Attributes:
-        identity: The snapshot.
         expires_s: Seconds without a change after which it is another node's turn.
         since_s: When `seen` was seen first, by this node's clock.
         seen: The lease as it was last read; at first none.
@@ -101,7 +100,6 @@ class Persist:
     """This node's work on one intent.
 
     Attributes:
-        intent: What is persisted.
         pinned: Ranks whose slots are held; may lack those whose index is there already.
         left: Those of them that are still to be written.
         is_writing: Whether they are being written.

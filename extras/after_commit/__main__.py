@@ -35,7 +35,6 @@ class Assignment(NamedTuple):
     """What the persister sends first.
 
     Attributes:
-        root, options: Of the job.
         is_first: Whether this persister has started no such process before.
         done: What is made, or cannot be: (generation, step) by place.
     """

@@ -41,9 +41,6 @@ MOST_SESSIONS = 50
 class PageSource:
     """A job, found by its root or by its id.
 
-    Attributes:
-        root, store: Where it persists.
-
     Raises:
         RootError, ConfigError: As `open_root`.
     """

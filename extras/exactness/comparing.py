@@ -28,8 +28,6 @@ class Moved:
     Attributes:
         kind: One of `_ORDER`.
         name: How the script calls it.
-        what: The sentence.
-        remedy: What to do.
     """
 
     kind: str
@@ -49,7 +47,6 @@ class Judgement:
     Attributes:
         verdict: EXACT, NOT_EXACT or NOT_DETERMINISTIC.
         restored: The step that was restored.
-        causes: The causes.
         hints: Variables that are other ones and may not matter.
         moved: Names of tracked state that differs.
         first: The first step at whose end it does.

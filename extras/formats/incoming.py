@@ -36,7 +36,6 @@ class Foreign:
 
     Attributes:
         kind: One of KINDS.
-        rows: Under our names.
         values: Non-tensor state, msgpack types.
         tensors: Number of tensors (a dcp folder has several rows of one).
         step: What it says about its step; None where it says nothing.

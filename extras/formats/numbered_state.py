@@ -34,7 +34,6 @@ class Renaming:
 
     Args:
         selection: What the user says.
-        state: The state dict.
         is_plain: Nothing is known of what saved it: names may begin with DDP's `module.`, members may have any name.
 
     Attributes:

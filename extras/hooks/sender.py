@@ -91,7 +91,6 @@ class Hook:
     """Sends records one after the other.
 
     Args:
-        log: Where problems go.
         words: The command, or a URL alone; FLASHCKPT_HOOK by default.
     """
 

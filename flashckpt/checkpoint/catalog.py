@@ -53,7 +53,6 @@ class CheckpointInfo:
 
     Attributes:
         prefix: Its folder under the root, "step-000000120.g3".
-        generation, step: Its identity.
         parent: (generation, step) that its generation was restored from.
         nbytes: Bytes of tensors, each counted once.
         created_s: Time of the commit, unix seconds.
@@ -104,7 +103,6 @@ class RootContents:
     Attributes:
         names: The facts that the names give.
         infos: Checkpoints, newest first; damaged ones have a `problem`.
-        uncommitted: Folders without MANIFEST.
         tombstones: Folders that were looked at and hold a tombstone; others have an entry (`names.deleted`).
     """
 

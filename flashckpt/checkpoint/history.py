@@ -50,7 +50,6 @@ class SessionRecord:
     """One session of a job, as its persister last saw it.
 
     Attributes:
-        generation, token: Of its claim.
         job, host, world_size, nodes, version: Of the job, the first node, and the release that ran.
         begun_s, updated_s: When it was first and last seen, unix seconds.
         parent: Snapshot that it was restored from; None on a fresh start.
@@ -58,7 +57,6 @@ class SessionRecord:
         first_step_s: Seconds from the start of the slowest rank's program to its first step; 0 where none was trained.
         restore_s: Seconds of them that its restore took.
         step: Last step that a rank of the first node has done; -1 for none.
-        committed: Newest checkpoint.
         persist_failures, error: Attempts to persist that failed, and the last failure.
         end: "" as long as it runs and where nobody saw its end; else ENDED or STOPPED.
         stall_s, snapshots: What training waited for so many snapshots, on the rank of the first node that waited longest.

@@ -62,7 +62,6 @@ class Manifest:
     """Every shard of one rank's snapshot, or of a whole checkpoint: where its bytes are and their digests.
 
     Attributes:
-        job: Job id.
         generation: Of the worker group that took it.
         step: The optimizer step just completed.
         parent: (generation, step) this generation was restored from; None on a fresh start.
@@ -70,7 +69,6 @@ class Manifest:
         rank: Global rank; -1 in a merged MANIFEST.
         writers: Global ranks whose manifests make up the whole snapshot.
         coordinates: Mesh coordinate of `rank` by dimension name.
-        table: The shards.
         digests: np.uint64; chunk k of row i is at `table.first_chunk[i] + k`.
         values: Non-tensor state by key; None, bool, int, float, str, bytes, list, tuple, dict only.
         objects: Pack names that `table.object_id` points into; [] in a slot.

@@ -210,8 +210,6 @@ class ManifestHeader:
     """What a MANIFEST says of itself at its start.
 
     Attributes:
-        job: Job id.
-        generation, step: Identity.
         parent: (generation, step) its generation was restored from.
         world_size: Ranks of the worker group.
         writers: How many ranks wrote packs or values.

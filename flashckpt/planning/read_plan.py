@@ -31,7 +31,6 @@ class ReadPlan:
     """All reads that fill the wanted shards, in the order of the wanted shards: one entry per read in each column.
 
     Attributes:
-        wanted: The wanted shards.
         sources: The tables that are read from.
         target, source, row: int64[n], as in `Read`.
         offsets, lengths: int64[n, most dimensions], the boxes; behind a box's last dimension 0 and 1.

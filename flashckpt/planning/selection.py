@@ -89,7 +89,6 @@ class RestoreRequest:
         step, generation: Only these, or None for the newest.
         only: A pattern over names, or None.
         strict: Names that no source has are an error.
-        fresh: Nothing: start fresh.
     """
 
     root: str

@@ -63,7 +63,6 @@ class AbsentBlock:
 
     Attributes:
         optimizer, group: Whose state it is.
-        params: The parameters.
         keys: What each of them lacks.
     """
 

@@ -47,11 +47,9 @@ class Attempt:
     """What all steps of one candidate are about.
 
     Attributes:
-        tracked: The live objects.
         state: What they consist of now, or why that cannot be said: raised by the first step that needs it, so that this
             rank votes like any other.
         request: What the caller asked for.
-        candidate: What is tried.
         locations: Every slot that holds it, the same list on every rank; empty on one node.
         node: Index of this rank's node.
         phases: Counts seconds.
@@ -100,7 +98,6 @@ class Prepared:
 
     Attributes:
         sources: What it is read from.
-        values: Its non-tensor state.
         required: What this rank requires of it.
         plan: Which bytes of which source fill that: of `sources.all`, in their order.
         program: How the program that took the snapshot compares with this one.

@@ -366,8 +366,6 @@ class SpreadSource(StorageSource):
     Where the layout has not changed these are in the index of this rank's node.
 
     Args:
-        store: The opened root.
-        spread: The decoded MANIFEST.
         prefix: Folder of the checkpoint.
         owner: The only rank whose values in ranges are asked for.
     """

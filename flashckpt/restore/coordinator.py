@@ -58,7 +58,6 @@ class RestoreOutcome:
         report: None on a fresh start.
         record: The generation that begins.
         superseded: Id of the checkpoint on storage that was restored from, or None.
-        inventories: Of all ranks.
     """
 
     report: RestoreReport | None
@@ -90,11 +89,7 @@ class RestoreCoordinator:
     """One restore of one rank. Call `gather`, then `run`; or `read` alone.
 
     Attributes:
-        tracked: The live objects.
         directory: The job's memory on this node; None reads the root alone.
-        options: Storage options.
-        request: What is wanted.
-        phases: Seconds by phase.
         patience: With storage that cannot be reached now.
     """
 

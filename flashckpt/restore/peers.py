@@ -59,7 +59,6 @@ class PeerSource:
 
     Args:
         slot: Number of the slot.
-        location: Where it lies.
         manifest: Of the rows that its holder sent; their places count in the slot's data.
     """
 
@@ -144,8 +143,6 @@ class Peers:
         group: Carries host memory between the ranks.
         locations: Every slot that holds the snapshot, the same list on every rank.
         held: What this rank answers for: slot number -> (its pin, its manifest).
-        rank: This rank.
-        node: Its node.
     """
 
     def __init__(

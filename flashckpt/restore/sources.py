@@ -232,7 +232,6 @@ class StorageSource:
     """A committed checkpoint, or one writer's packs of it, on storage.
 
     Args:
-        store: The opened root.
         manifest: A MANIFEST, or the index of one writer; its `objects` are keys below `prefix`.
         prefix: Folder of the checkpoint, e.g. "step-000000120.g3".
     """

@@ -176,7 +176,6 @@ class NameComparison:
     Attributes:
         foreign: Of the sources', those that this rank has not.
         count: How many names this rank has, or somewhat more.
-        find_own: Returns them.
     """
 
     foreign: frozenset[str]

@@ -89,7 +89,6 @@ class Wanted:
     """The steps that one rank needs to have on storage.
 
     Attributes:
-        generation: The session's generation.
         owed: Persist step whose snapshot was skipped or discarded: the next snapshot is persisted in its place.
         taken: Newest snapshot that was taken to be persisted.
         discards: Snapshots discarded so far.

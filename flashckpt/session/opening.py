@@ -59,8 +59,6 @@ class Opening:
     """The opening of one job on one rank. Collective.
 
     Args:
-        tracked: The tracked objects.
-        settings: The checkpointer's settings.
         request: The parts of this job to restore.
         begins_fresh: The state was filled from elsewhere: nothing of this job is restored.
     """
@@ -227,11 +225,8 @@ class OpenedJob:
     """A job after its restore, on one rank.
 
     Attributes:
-        tracked: The tracked objects.
         directory: The job's directory on this node.
         memory: The segments of this rank.
-        settings: The checkpointer's settings.
-        outcome: The restore's outcome.
         plan: Made before the restore, where it still is one for the state; else None.
         mates: Global ranks of this node, ascending.
         partnering: Who keeps replicas of whom; None without replication.

@@ -41,7 +41,6 @@ class Session:
     """What `Checkpointer` delegates to between restore and close; `Session.start` makes one.
 
     Attributes:
-        tracked: The tracked objects.
         directory: Of the job on this node.
         memory: The segments of this rank.
         outcome: Of the restore that it began with.

@@ -21,7 +21,6 @@ class MixedDataset:
     """One split of `[[data.sources]]`: sample ids count through the sources one after another.
 
     Attributes:
-        samples: The windows.
         rows: What they are read through.
 
     Raises:

@@ -97,7 +97,6 @@ class StreamWindows:
     """Windows over documents one after another, each token predicted once.
 
     Args:
-        shards: The documents.
         window: Inputs of a sample.
         rest: Whether the tokens that are left in the end make a window, filled up with padding; else they are left out.
     """

@@ -23,7 +23,6 @@ class WeightCopy:
 
     Attributes:
         modules: One per part: what a snapshot takes. Zeros until `begin`.
-        weights: The weights.
         held: The copy of each.
     """
 

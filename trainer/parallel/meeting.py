@@ -39,7 +39,6 @@ class GroupMeeting:
     """Meets the other groups of a run. A snapshot has the number of the synchronisation that its group took part in last.
 
     Attributes:
-        version: That number.
         is_over: The others have ended the run without this group.
     """
 

@@ -36,7 +36,6 @@ class HookedRun:
         average: The average of the weights, where there is one.
         anchor: Where groups train apart, the weights that they had in common last.
         profiled: What is measured of it.
-        timer: Of its steps.
     """
 
     config: RunConfig

@@ -68,9 +68,7 @@ class Trainer:
     """One rank of one run.
 
     Args:
-        config: The run.
         layout: What `resolve_layout` gave for it.
-        device: This rank's device.
         clock: Measures the start; None begins here.
         profiled: What is measured of the run.
     """

@@ -108,7 +108,6 @@ class PhasedData:
     of another length are other samples, in a separate order.
 
     Args:
-        phases: Of the run.
         build: Makes the data of one phase; it is given the configuration and the seed of the order.
         in_shares: The position jumps: another group may train what follows.
 

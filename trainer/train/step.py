@@ -88,9 +88,7 @@ class TrainStep:
     """Runs forward and backward; the caller runs the optimizer.
 
     Args:
-        parallel: This rank's parts.
         channels: Names of the data channels, in the order of their numbers.
-        settings: Of [parallel].
         has_losses: Whether the last stage gives losses, not logits (`loss_chunk`).
         phases: Measures forward, backward and sync.
 

@@ -51,7 +51,6 @@ class RowScores:
 
     Attributes:
         nats: Sum of the negative log-likelihoods of the targets, and `text_nats` of those that are text.
-        targets: Their number.
         greedy: How many of them are the likeliest token of their place.
         nbytes: Bytes of text of the targets; nan: not known.
     """

@@ -150,8 +150,6 @@ class AnswerProbe:
     Args:
         probe: Of kind "generate".
         questions: In the order of the file.
-        prompts: Their tokens.
-        writer: Continues them.
         length: Tokens that prompt and answer may have together; a longer prompt is cut from the left.
     """
 

@@ -47,7 +47,6 @@ class WeightSource(Protocol):
 
     Attributes:
         model: What they are weights of.
-        where: For error texts.
         beside: Files that travel with them, by name: config.json and the tokenizer's.
     """
 
@@ -279,7 +278,6 @@ class CheckpointWeights(SavedWeights):
     Args:
         root: Path or URL.
         step: "120" or "120.g3"; None: the newest.
-        options: Of the store.
         label: MODEL or AVERAGE.
 
     Raises:

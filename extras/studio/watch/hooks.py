@@ -35,7 +35,6 @@ class Interludes:
     """Evaluates and samples the model of one phase, at the steps that its configuration names.
 
     Args:
-        config: Of the phase.
         parallel: The model, as it is in the phase.
         average: Evaluated instead of the weights where `ema.evaluate` says so.
         anchor: Where groups train apart, the weights that they had in common last: what is evaluated and sampled.

@@ -45,8 +45,6 @@ class Reporter:
     """Writes all outputs of a run: trace, scores, spikes, progress.
 
     Args:
-        config: The run.
-        world: Number of ranks.
         after: Step that was restored; output for later steps is removed.
         engine: What the engine does; None without checkpoints.
         events: What is shown of the past; None begins without.
