@@ -16,7 +16,7 @@ from flashckpt.trainer.parallel.groups import group_label
 from flashckpt.trainer.parallel.meeting import GroupMeeting
 from flashckpt.trainer.train.phased_data import PhasedData
 from flashckpt.trainer.train.record import say_once
-from flashckpt.trainer.train.recorded_config import recorded_config
+from flashckpt.trainer.train.starting import recorded_config
 
 
 class Apart:
