@@ -85,13 +85,7 @@ class CommitLease:
 
 
 def lease_of(identity: SnapshotId, writers: int, written_s: float) -> CommitLease:
-    """Return the lease of a snapshot before anything is known of it.
-
-    Args:
-        identity: The snapshot.
-        writers: Ranks that write it.
-        written_s: When the last index of this node became durable.
-    """
+    """Return the lease of a snapshot before anything is known of it."""
     return CommitLease(identity, LEASE_S * max(1.0, writers / LEASE_WRITERS), written_s)
 
 

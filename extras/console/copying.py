@@ -57,11 +57,7 @@ def copy_checkpoint(
 ) -> Copied:
     """Make the checkpoint `prefix` of one root exist on another one, with the same bytes and the same name.
 
-    Args:
-        source: Its root; a lease keeps retention away meanwhile.
-        prefix: Its folder.
-        target: The other root, writable.
-        advance: Called with the bytes that are done, from several threads.
+    A lease keeps retention away meanwhile; `advance` is called with the bytes that are done, from several threads.
 
     Raises:
         DamagedError, ShardGapError: The source is damaged; nothing is visible on the target.

@@ -103,13 +103,7 @@ def noise(first: RunTrace, second: RunTrace) -> set[str]:
 
 
 def continued(unbroken: RunTrace, restarted: RunTrace, *, ignored: Sequence[str] = ()) -> Judgement:
-    """Compare a run that was killed and restarted with one that was not.
-
-    Args:
-        unbroken: All steps.
-        restarted: The trace after the restart.
-        ignored: Patterns of names, and the paths of `noise`.
-    """
+    """Compare a run that was killed and restarted with one that was not."""
     at = restarted.restored or 0
     found = Judgement(restored=at)
     last = max((step for step in restarted.steps if step in unbroken.inputs), default=0)

@@ -188,10 +188,6 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 def put_together(values: Mapping[str, Any], tensor: Callable[[str], torch.Tensor]) -> dict[Any, Any]:
     """Return the dict that `take_apart` took apart.
 
-    Args:
-        values: What it gave.
-        tensor: `tensor(name)` gives each tensor's values.
-
     Raises:
         FormatVersionError: A note is of a kind that is not known here.
     """

@@ -80,12 +80,7 @@ def named(
 ) -> StateDict:
     """Return a state dict with names in place of the numbers of its optimizers.
 
-    Args:
-        state: As it was read.
-        new: The names that its tensors get.
-        takes: Whether a key is wanted: what nobody wants needs no names.
-        parameters: Names in the order of the optimizer, if the user gave them.
-        path: Where it was read.
+    What nobody `takes` needs no names.
 
     Raises:
         ConfigError: No name is certain, or those given do not fit.

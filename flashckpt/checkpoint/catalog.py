@@ -221,10 +221,7 @@ def read_root(root: str, options: Mapping[str, Any]) -> RootSummary:
 def read_manifest(store: Store, info: CheckpointInfo | str, *, values: bool = True) -> Manifest:
     """Return the MANIFEST of a checkpoint, its digest verified.
 
-    Args:
-        store: The root.
-        info: The checkpoint, or its folder.
-        values: Also those that it names by range; else they are left where they are.
+    With `values` also those that it names by range; else they are left where they are.
 
     Raises:
         NoCheckpointError: It was never committed, or has been deleted.
@@ -298,10 +295,7 @@ def newest_checkpoint(
 def look_at(store: Store, prefix: str, *, whole: bool = False) -> CheckpointInfo | None:
     """Return the checkpoint of one folder; None without a MANIFEST or with a tombstone; `problem` if it is damaged.
 
-    Args:
-        store: The root.
-        prefix: The folder.
-        whole: Verify it whole; else the first HEAD_BYTES, where it has a summary.
+    Verified are the first HEAD_BYTES, where it has a summary, or with `whole` all of it.
     """
     found = examine(store, prefix, whole=whole)
     return None if isinstance(found, Absent) else found

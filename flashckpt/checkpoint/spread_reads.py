@@ -111,11 +111,7 @@ def _damaged(store: Store, prefix: str, entry: IndexEntry, found: str) -> Damage
 def with_values(store: Store, prefix: str, manifest: Manifest, *, owner: str | None = None) -> Manifest:
     """Return a MANIFEST that holds its values itself.
 
-    Args:
-        store: The root.
-        prefix: Folder of the checkpoint.
-        manifest: The decoded manifest.
-        owner: Only the values whose key ends with `@owner`; None: all.
+    With `owner` only the values whose key ends with `@owner`.
 
     Raises:
         DamagedError: A value is missing or not what was written; the message names value and object.

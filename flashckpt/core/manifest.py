@@ -155,9 +155,7 @@ def encode_table(table: ShardTable) -> bytes:
 def encode_manifest(m: Manifest, *, table_bytes: bytes | None = None) -> bytes:
     """Return the manifest as bytes, header and digest included.
 
-    Args:
-        m: The manifest.
-        table_bytes: `encode_table(m.table)` from earlier; made here if None.
+    `table_bytes` is `encode_table(m.table)` from earlier, or None.
 
     Raises:
         UnsupportedStateError: A value is not of the allowed types; names its key.
@@ -227,9 +225,7 @@ def decode_manifest(buf: Any, *, rows: bool = True) -> Manifest:
 
     Unknown keys of a newer minor version are ignored.
 
-    Args:
-        buf: The bytes.
-        rows: Also its rows and figures, which cost most; else it has none.
+    Without `rows` it has no rows and figures, which cost most.
 
     Raises:
         DamagedError: Not a manifest, cut short, its digest does not hold, or its fields and rows contradict each other.

@@ -259,9 +259,7 @@ def read_frame(raw: memoryview, majors: Sequence[int] = (MAJOR, MAJOR_WITH_RANGE
 def decode_manifest_header(start: Any, object_bytes: int) -> ManifestHeader | None:
     """Return the summary in the first HEAD_BYTES of a MANIFEST; None where it has none (format 1.0).
 
-    Args:
-        start: The first bytes of the object, all of it where it is smaller.
-        object_bytes: Its size, compared with what the frame names.
+    `object_bytes` is compared with what the frame names.
 
     Raises:
         DamagedError: Not a MANIFEST, truncated, or the summary's digest does not hold.

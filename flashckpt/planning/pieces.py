@@ -131,10 +131,7 @@ def cut_pieces(plan: ReadPlan, without: frozenset[SourceRow] = frozenset(), *, m
 
     Each chunk that a read touches is in exactly one piece of it; no other chunk is in any.
 
-    Args:
-        plan: The plan.
-        without: Rows that may not be used in place of these.
-        max_runs: Most runs of one piece.
+    `without` are rows that may not be used in place of these.
     """
     is_run, source_start, target_start = _single_runs(plan)
     single = _cut_single(plan, np.flatnonzero(is_run), source_start, target_start)

@@ -132,13 +132,7 @@ def read_state(tracked: StateRegistry, phases: Phases) -> LiveState | Rejection:
 
 
 def prepare(attempt: Attempt, sources: CandidateSources, *, exact: bool, named_by: Sequence[Source]) -> Prepared:
-    """Find what is required of the sources and plan it.
-
-    Args:
-        attempt: The candidate.
-        sources: What it is read from.
-        exact: `named_by` may not be all of the snapshot; see `requirements`.
-        named_by: The sources whose names and values count.
+    """Find what is required of the sources and plan it; the names and values of `named_by` count, see `requirements` for `exact`.
 
     Raises:
         TensorMismatchError: A live tensor has another dtype or shape than the candidate's, or an optimizer other groups.

@@ -43,12 +43,7 @@ def gather(
 ) -> list[Inventory]:
     """Publish what this node has; return what all have. Collective.
 
-    Args:
-        directory: The job's memory on this node.
-        request: What this rank was asked for.
-        options: Storage options.
-        need_bytes: Bytes of one slot of this rank that are not reserved yet.
-        free_bytes: Room on the node.
+    `need_bytes` are those of one slot of this rank that are not reserved yet, `free_bytes` the room on the node.
 
     Raises:
         DamagedError: A node's record of its generation cannot be read, and the root does not have it. On every rank.

@@ -277,12 +277,7 @@ def foreseen_state(
 
 
 def _held_rows(live: StateLayout, places: Ints) -> tuple[Ints, Ints]:
-    """Return the rows of live tensors, without those that objects return for each snapshot, and their places.
-
-    Args:
-        live: The live tensors.
-        places: Where the names of all of them stand among the planned ones.
-    """
+    """Return the rows of live tensors, without those that objects return for each snapshot, and their places."""
     structure = live.structure
     if not structure.fresh:
         return np.arange(len(live.table)), places

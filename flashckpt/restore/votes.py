@@ -193,12 +193,7 @@ def compare_names(
 ) -> NameComparison:
     """Compare the names that sources have with those that this rank has: what is unexpected follows from all ranks'.
 
-    Args:
-        live: The state that is to be filled.
-        names: Of the sources.
-        manifests: Of the sources.
-        required: What is read from them: those names are this rank's.
-        only: A pattern over names, or None.
+    Names in `required` are read from them, and so this rank's.
     """
     tracked = live.tracked
     unknown = {name for manifest in manifests for name in _unknown_values(tracked, manifest)}

@@ -168,10 +168,7 @@ def bad_steps(folder: Path) -> tuple[int, int] | None:
 def end_suspects(folder: Path, start: int, restored: int) -> None:
     """Drop what was noted and holds no more: numbers are good again, or the start that has ended went back to before it.
 
-    Args:
-        folder: The agent's.
-        start: The number of that start.
-        restored: The step that it began with; below 0: it did not come so far.
+    `start` is its number, `restored` the step that it began with; below 0 it did not come so far.
     """
     path = folder / "suspect"
     with contextlib.suppress(OSError, ValueError):  # a line cut short

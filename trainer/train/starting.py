@@ -142,11 +142,7 @@ def recorded_config(
 ) -> dict[str, Any] | None:
     """Return the recorded values of the newest snapshot or checkpoint; None if none is readable.
 
-    Args:
-        root: Of the run.
-        job: Its id, or None.
-        storage_options: Of its store.
-        is_near_enough: Storage is asked only where there is no snapshot in this node's memory.
+    With `is_near_enough` storage is asked only where there is no snapshot in this node's memory.
     """
     found = [*_in_memory(root, job)]
     if not found or not is_near_enough:
