@@ -188,7 +188,6 @@ class Check:
     Args:
         store: The store of a round in which all nodes take part.
         node: This node's number in the round.
-        count: How many nodes there are.
         address: Where the others reach this node.
         timeout_s: Seconds after which a silent partner counts as broken.
         measure: Measures this node alone: seconds by what.

@@ -211,7 +211,6 @@ class FreshStoreRendezvous(rendezvous_store.Forwarding):
 
     Attributes:
         has_failed: Whether the job ended by a failure: the other nodes read here what it was before the store goes.
-        rounds: Number of rounds so far.
         has_missed: Whether the job had rounds without this node since the one before, in which it took part.
         notes: The nodes' notes about the job; None if the number of nodes is fixed.
     """

@@ -96,7 +96,6 @@ class Persist:
     Attributes:
         pinned: Ranks whose slots are held; may lack those whose index is there already.
         left: Those of them that are still to be written.
-        is_writing: Whether they are being written.
         is_committing: Whether a commit works in the background here.
         is_there: Whether it only looks at what was found in the place of MANIFEST.
         written_s: When the last index of this node became durable; None before.

@@ -168,7 +168,6 @@ class LeaseRead:
     Attributes:
         number: Of the newest lease; -1 where there is none.
         stamp: When it was renewed, by the clock of the storage: only whether it changes counts.
-        is_own: Whether this node took it.
     """
 
     number: int = -1

@@ -46,7 +46,6 @@ class WarmCopy:
         pid: Its process, a child of this one.
         key: What it rehearses, as `key_of` the first worker.
         is_asked: Whether the user named what is rehearsed, and so wants to know when it could not be.
-        ready: Whether it has rehearsed.
     """
 
     sock: socket.socket

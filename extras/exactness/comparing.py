@@ -46,7 +46,6 @@ class Judgement:
 
     Attributes:
         verdict: EXACT, NOT_EXACT or NOT_DETERMINISTIC.
-        restored: The step that was restored.
         hints: Variables that are other ones and may not matter.
         moved: Names of tracked state that differs.
         first: The first step at whose end it does.

@@ -109,7 +109,6 @@ class Ran:
     """One run that has ended.
 
     Attributes:
-        ranks: How many there were.
         code: Exit code, where nobody ended it.
     """
 

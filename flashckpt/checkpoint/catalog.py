@@ -56,9 +56,7 @@ class CheckpointInfo:
         parent: (generation, step) that its generation was restored from.
         nbytes: Bytes of tensors, each counted once.
         created_s: Time of the commit, unix seconds.
-        world_size: Ranks of the worker group.
         writers: How many ranks wrote packs or values.
-        tensors: Number of global tensors.
         suspects: Tensors in which numbers became non-finite.
         job: Job id; "" where only the catalogue was read.
         manifest_bytes: Size of MANIFEST; 0 where it cannot be used.

@@ -42,7 +42,6 @@ class UncommittedFolder:
     Attributes:
         data: Its objects but MANIFEST.
         age_s: Seconds since something was written into it.
-        is_deleted: Whether it holds a tombstone.
     """
 
     prefix: str

@@ -56,8 +56,6 @@ class SlotRecord:
 
     Attributes:
         rank: Global rank that took it.
-        generation, step: Identity of the snapshot.
-        world_size: Ranks of its worker group.
         parent: What its generation was restored from.
         suspect: Above 0 where numbers in it became non-finite.
         mark: Of its generation's token; 0 where an earlier release wrote it.

@@ -65,7 +65,6 @@ class Manifest:
         generation: Of the worker group that took it.
         step: The optimizer step just completed.
         parent: (generation, step) this generation was restored from; None on a fresh start.
-        world_size: Ranks of the worker group.
         rank: Global rank; -1 in a merged MANIFEST.
         writers: Global ranks whose manifests make up the whole snapshot.
         coordinates: Mesh coordinate of `rank` by dimension name.

@@ -211,9 +211,7 @@ class ManifestHeader:
 
     Attributes:
         parent: (generation, step) its generation was restored from.
-        world_size: Ranks of the worker group.
         writers: How many ranks wrote packs or values.
-        tensors: Number of global tensors.
         nbytes: Bytes of tensors, each counted once.
         suspects: Tensors with numbers that are not finite, and were before; not there where it is 0.
     """

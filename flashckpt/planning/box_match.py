@@ -42,7 +42,6 @@ class Read(NamedTuple):
     Attributes:
         target: Row of the wanted table.
         source: Index of the source table.
-        row: Row of that table.
         box: In the index space of the global tensor.
     """
 

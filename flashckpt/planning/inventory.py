@@ -19,7 +19,6 @@ class HeldSlot(NamedTuple):
 
     Attributes:
         rank: Global rank that took it.
-        world_size: Ranks of its worker group.
         parent: What its generation was restored from.
         suspect: Above 0 where numbers in it became non-finite; 2: in what no other rank holds.
         mark: Of its generation's token (`core.digest.mark_of`).

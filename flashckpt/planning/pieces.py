@@ -47,7 +47,6 @@ class Pieces:
     """Parts of reads, each in whole chunks of one row: one entry per piece in each column, all int64.
 
     Attributes:
-        plan: What they are pieces of.
         read: Place of the read in the plan.
         target, source, row: As in the plan.
         start, stop: The chunks in the row: `start` is a multiple of CHUNK_BYTES, `stop` too or the end of the row.
@@ -289,7 +288,6 @@ class Runs:
     Args:
         source_starts: First byte of each run in the source shard, int64.
         target_starts: First byte of each run in the wanted shard, int64.
-        nbytes: Bytes of every run.
     """
 
     source_starts: Ints

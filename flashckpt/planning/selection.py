@@ -85,7 +85,6 @@ class RestoreRequest:
     """What the caller of `restore()` wants.
 
     Attributes:
-        root: Root URL to read from.
         step, generation: Only these, or None for the newest.
         only: A pattern over names, or None.
         strict: Names that no source has are an error.

@@ -59,12 +59,7 @@ class AbsentKey:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AbsentBlock:
-    """State that is still to be made, the same for each of several parameters of one kind.
-
-    Attributes:
-        optimizer, group: Whose state it is.
-        keys: What each of them lacks.
-    """
+    """State that is still to be made, the same for each of several parameters of one kind."""
 
     optimizer: torch.optim.Optimizer
     group: Mapping[str, Any]

@@ -49,9 +49,7 @@ class Attempt:
     Attributes:
         state: What they consist of now, or why that cannot be said: raised by the first step that needs it, so that this
             rank votes like any other.
-        request: What the caller asked for.
         locations: Every slot that holds it, the same list on every rank; empty on one node.
-        node: Index of this rank's node.
         phases: Counts seconds.
         own: The segment that this process owns, if any.
     """
@@ -97,11 +95,9 @@ class Prepared:
     """A candidate with everything that is known before the first byte is read.
 
     Attributes:
-        sources: What it is read from.
         required: What this rank requires of it.
         plan: Which bytes of which source fill that: of `sources.all`, in their order.
         program: How the program that took the snapshot compares with this one.
-        only: What is wanted of it.
         comparison: Names that the sources have, and names that this rank has.
         left_behind: Names that the sources have and no rank has.
     """

@@ -71,7 +71,6 @@ class Checkpoint(NamedTuple):
 
     Attributes:
         root, options: The root, and how to open it.
-        prefix: Folder of the checkpoint.
         nbytes: Of MANIFEST; 0 where rank 0 could not read it.
         manifest: MANIFEST as rank 0 read it; empty where it is shared, or was not read.
         shared: Where the first rank of this node has it decoded; empty where it has not.
@@ -366,7 +365,6 @@ class SpreadSource(StorageSource):
     Where the layout has not changed these are in the index of this rank's node.
 
     Args:
-        prefix: Folder of the checkpoint.
         owner: The only rank whose values in ranges are asked for.
     """
 

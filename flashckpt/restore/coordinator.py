@@ -56,7 +56,6 @@ class RestoreOutcome:
 
     Attributes:
         report: None on a fresh start.
-        record: The generation that begins.
         superseded: Id of the checkpoint on storage that was restored from, or None.
     """
 

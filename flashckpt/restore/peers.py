@@ -58,7 +58,6 @@ class PeerSource:
     """A slot in another node's memory: what of it was asked for, filled round by round.
 
     Args:
-        slot: Number of the slot.
         manifest: Of the rows that its holder sent; their places count in the slot's data.
     """
 

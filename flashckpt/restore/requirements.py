@@ -79,7 +79,6 @@ class Requirements:
         live: The first rows, of live tensors.
         absent: State to allocate; its rows come next.
         in_values: Names of tensors that values consist of, one row each; theirs come last.
-        missing: Names that no source has.
         is_foreseen: The sources have just the names that were planned: see `foreseen_state`.
         unnamed: What these sources do not name although the snapshot may have it; found only on request.
     """

@@ -125,7 +125,6 @@ class MemorySource:
 
     Args:
         segment: An attached segment; it may be closed afterwards.
-        slot: Index of the slot.
         identity: (generation, step) that the slot must hold; any if None.
         owner: The same segment where this process owns it: its mapping is read, which later snapshots need anyway. It stays
             open for as long as this object is.

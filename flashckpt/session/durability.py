@@ -91,7 +91,6 @@ class Wanted:
     Attributes:
         owed: Persist step whose snapshot was skipped or discarded: the next snapshot is persisted in its place.
         taken: Newest snapshot that was taken to be persisted.
-        discards: Snapshots discarded so far.
         why: Which one was discarded last, and why; "" if none was.
         restored: Snapshot that the session began with, if it was in memory and so may not be on storage.
         due: The newest persist step up to it; 0 where there is none.

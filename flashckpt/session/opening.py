@@ -226,7 +226,6 @@ class OpenedJob:
 
     Attributes:
         directory: The job's directory on this node.
-        memory: The segments of this rank.
         plan: Made before the restore, where it still is one for the state; else None.
         mates: Global ranks of this node, ascending.
         partnering: Who keeps replicas of whom; None without replication.
@@ -267,7 +266,6 @@ class NodePlace:
     Attributes:
         lease: Shows that the job is running; ends with this process.
         control: The page that agent, daemon and ranks share.
-        row: This rank's row in it.
         watermark: Which snapshots this rank, and all ranks, hold.
         relay: Carries that between the nodes; of the first rank of each, None elsewhere and on a single node.
         owner: Supervises the persister; of the first rank of each node where no agent does.

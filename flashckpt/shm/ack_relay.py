@@ -58,12 +58,9 @@ class AckRelay:
     """The relay of one node; `turn` is one round of it.
 
     Args:
-        control: The node's control file.
         store: Of the process group.
-        generation: Of the worker group.
         firsts: The first rank of every node, ascending.
         first: The first rank of this node.
-        local_world_size: Ranks of this node.
         messages: Of the node's persister; None: the relay carries acknowledgements alone.
     """
 

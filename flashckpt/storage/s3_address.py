@@ -19,7 +19,6 @@ class S3Address:
     """Where the requests for one bucket go.
 
     Attributes:
-        endpoint: URL of the service.
         region: Region that requests are signed for.
         url: The part before the key of an object.
         is_virtual: Whether the configuration asks for the bucket in the name of the host.

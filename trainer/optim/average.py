@@ -23,7 +23,6 @@ class WeightCopy:
 
     Attributes:
         modules: One per part: what a snapshot takes. Zeros until `begin`.
-        held: The copy of each.
     """
 
     def __init__(self, parts: Sequence[nn.Module], *, over: DeviceMesh | None = None) -> None:

@@ -139,7 +139,6 @@ class Synchronisations:
 
     Args:
         store: Where the objects are.
-        count: How many groups there are.
         patience_s: How long a synchronisation waits for groups once one is there whose training counts.
     """
 

@@ -35,7 +35,6 @@ class HookedRun:
         parallel: This rank's part of the model; `parallel.reporter` on the one rank that writes outputs.
         average: The average of the weights, where there is one.
         anchor: Where groups train apart, the weights that they had in common last.
-        profiled: What is measured of it.
     """
 
     config: RunConfig

@@ -230,7 +230,6 @@ class Board:
     """A run's page in TensorBoard. A full disk costs points, which are counted and reported; never the run.
 
     Args:
-        folder: The run's log folder.
         after: Step that was restored; points of later steps are removed, so that none is drawn twice.
     """
 
