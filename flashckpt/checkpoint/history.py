@@ -34,12 +34,12 @@ _NAME = re.compile(r"history/([0-9]{6,19})-([0-9A-Za-z]{1,64})")
 _MOST_TEXT = 500
 MOST_POINTS = 1000
 MOST_NAMES = 64
-SUFFIX = ".values"
+CURVES = ".values"
 COURSE = "job/"
 """Before the names of curves that the persister adds to those that are logged."""
 Points = dict[str, list[tuple[int, float]]]
 """Steps and values by name, in the order they came."""
-PREFIX = f"{HISTORY}incident-"
+INCIDENTS = f"{HISTORY}incident-"
 MOST_INCIDENTS = 1000
 """Incidents that a root remembers; the oldest are forgotten."""
 _INCIDENT = re.compile(r"history/incident-[0-9]{8}-[0-9]{6}-[0-9a-f]{6}\.json")
@@ -125,7 +125,7 @@ def read_ranks(store: Store, key: str) -> list[RankTimes]:
 def forget_oldest(store: Store) -> None:
     """Delete the records beyond MOST_SESSIONS."""
     oldest = _keys(store)[:-MOST_SESSIONS]
-    store.delete_many([one for key in oldest for one in (key, key + SUFFIX, key + RANKS)])
+    store.delete_many([one for key in oldest for one in (key, key + CURVES, key + RANKS)])
 
 
 def _keys(store: Store) -> list[str]:
@@ -215,13 +215,13 @@ def added(points: Points, new: Iterable[tuple[str, int, float]]) -> Points:
 def write_series(store: Store, key: str, points: Points) -> None:
     """Publish the curves of the session whose record is at `key`."""
     plain = {name: [[step for step, _ in one], [value for _, value in one]] for name, one in points.items()}
-    store.put(key + SUFFIX, seal(pack(_Series(points=plain))))
+    store.put(key + CURVES, seal(pack(_Series(points=plain))))
 
 
 def read_series(store: Store, key: str) -> Points:
     """Return the curves of the session whose record is at `key`; {} where there are none that can be read."""
     try:
-        raw = unpack(_Series, unseal(store.get(key + SUFFIX), key), partial=True).points
+        raw = unpack(_Series, unseal(store.get(key + CURVES), key), partial=True).points
     except (ObjectMissingError, DamagedError, FormatVersionError, ValueError, KeyError):
         return {}
     return {name: _curve(one) for name, one in raw.items() if isinstance(name, str)}
@@ -237,7 +237,7 @@ def _curve(found: Any) -> list[tuple[int, float]]:
 
 def put_incident(store: Store, name: str, raw: bytes) -> None:
     """Publish the JSON of an incident under its file's name."""
-    store.put(f"{PREFIX}{name}", raw)
+    store.put(f"{INCIDENTS}{name}", raw)
 
 
 def read_incidents(store: Store, *, most: int = 20) -> list[Incident]:
@@ -252,7 +252,7 @@ def forget_oldest_incidents(store: Store) -> None:
 
 
 def _incident_keys(store: Store) -> list[str]:
-    return sorted(info.key for info in store.list(PREFIX) if _INCIDENT.fullmatch(info.key))
+    return sorted(info.key for info in store.list(INCIDENTS) if _INCIDENT.fullmatch(info.key))
 
 
 def _read_incident(store: Store, key: str) -> Incident | None:

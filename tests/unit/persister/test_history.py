@@ -105,7 +105,7 @@ def test_incidents_reach_the_root_once_it_takes_them_and_outlive_the_memory(
     job.step(10, persist=True)
     with daemon_of(job) as daemon:
         turn_until(daemon, lambda: sessions(job), "the record")
-        assert len(store.list(history.PREFIX)) == 2
+        assert len(store.list(history.INCIDENTS)) == 2
         write_incident(job.directory.path, found)
         turn_until(daemon, lambda: daemon.history._problem, "an attempt that fails")
         full = False
