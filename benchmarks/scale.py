@@ -48,7 +48,7 @@ from flashckpt.errors import ObjectMissingError
 from flashckpt.planning.packs import pack_name
 from flashckpt.planning.read_plan import SourceNames, plan_reads
 from flashckpt.restore import candidate_sources
-from flashckpt.restore.spread_source import SpreadSource
+from flashckpt.restore.candidate_sources import SpreadSource
 from flashckpt.shm.ack_relay import AckRelay
 from flashckpt.shm.acks import SnapshotAcks
 from flashckpt.shm.control import Control

@@ -37,7 +37,7 @@ from flashckpt.core.spread import Spread
 from flashckpt.planning.packs import PACK_BYTES, pack_name
 from flashckpt.planning.read_plan import plan_reads
 from flashckpt.restore import candidate_sources
-from flashckpt.restore.spread_source import SpreadSource
+from flashckpt.restore.candidate_sources import SpreadSource
 from flashckpt.storage.factory import open_store
 from flashckpt.storage.store import Store
 

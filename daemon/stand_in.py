@@ -16,7 +16,7 @@ from torch.distributed import launcher
 from torch.distributed import run as torchrun
 from torch.distributed.launcher import api as launcher_api
 
-from flashckpt.daemon.launcher import api, cli
+from flashckpt.daemon.launcher import cli, launch
 from flashckpt.daemon.launcher.options import CommandError
 from flashckpt.errors import FlashckptError
 
@@ -30,7 +30,7 @@ def stand_in() -> None:
     """
     vars(torchrun).update(run=cli.run, main=cli.main)
     for module in (torchrun, launcher, launcher_api):
-        vars(module)["elastic_launch"] = api.elastic_launch
+        vars(module)["elastic_launch"] = launch.elastic_launch
 
 
 def main(words: Sequence[str]) -> int:

@@ -36,8 +36,6 @@ class Acceptor:
     Args:
         listening: The socket; the caller closes it, after `close`.
         serve: Called with a connection and its address; the connection is closed when it returns.
-        name: The threads' name.
-        most: Connections at once.
     """
 
     def __init__(

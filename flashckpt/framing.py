@@ -22,11 +22,7 @@ class FrameError(ConnectionError):
 
 
 class Deadline:
-    """A wait that ends at one time for all that is read or written, however slowly the other side sends.
-
-    Args:
-        timeout_s: Seconds from now.
-    """
+    """A wait that ends at one time for all that is read or written, however slowly the other side sends."""
 
     def __init__(self, timeout_s: float) -> None:
         self._until = time.monotonic() + timeout_s

@@ -10,6 +10,7 @@ import errno
 import io
 import logging
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -95,14 +96,7 @@ def write_all(fd: int, data: bytes) -> None:
 
 
 def nonfatal_text(raw: NonfatalFile, name: str, *, encoding: str = "utf-8", errors: str = "strict") -> Any:
-    """Return a text stream as `python -u` makes it, whose writes cost lines where they fail.
-
-    Args:
-        raw: The file below it.
-        name: "stdout" or "stderr".
-        encoding: The text's encoding.
-        errors: How to treat characters that it lacks.
-    """
+    """Return a text stream as `python -u` makes it, whose writes cost lines where they fail."""
     raw.name = f"<{name}>"
     stream = io.TextIOWrapper(
         raw,  # unbuffered, as python -u does it
@@ -125,3 +119,18 @@ def report_lost(stream: Any) -> None:
     raw = getattr(stream, "buffer", None)
     if isinstance(raw, NonfatalFile):
         raw.report()
+
+
+def fill_closed() -> None:
+    """Open /dev/null in place of closed standard streams, or the next file or socket would get their descriptor."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number: this one
+            os.set_inheritable(number, True)  # noqa: FBT003 -- of the standard library
+        if getattr(sys, name) is None:
+            stream = os.fdopen(
+                number, "w" if number else "r", closefd=False, encoding="utf-8", errors="backslashreplace"
+            )
+            setattr(sys, name, stream)

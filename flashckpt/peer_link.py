@@ -35,11 +35,7 @@ class StrangerError(ConnectionError):
 class PeerLink:
     """Messages over an authenticated connection. Made by `authenticate`; for one thread at a time.
 
-    Args:
-        sock: The connection; the link owns it.
-        sending: Key of this side's messages.
-        receiving: Key of the other side's.
-        most: Longest message that is sent or accepted, in bytes.
+    It owns the connection; no message is longer than `most` bytes.
     """
 
     def __init__(self, sock: socket.socket, sending: bytes, receiving: bytes, most: int) -> None:

@@ -12,12 +12,7 @@ _MOST_INT_BITS = 14_000
 
 
 def printable(text: object, *, keep: str = "") -> str:
-    """Return `text` on one line that a terminal shows verbatim: unprintable characters become escape sequences.
-
-    Args:
-        text: Anything; its `str` is used.
-        keep: Characters that stay, such as a line feed.
-    """
+    """Return `text` on one line that a terminal shows verbatim: unprintable characters become escape sequences."""
     found = text if isinstance(text, str) else _str(text)
     if found.isprintable():
         return found

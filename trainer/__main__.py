@@ -15,11 +15,9 @@ from flashckpt.trainer.config import RunConfig, read_config, to_toml, without_se
 from flashckpt.trainer.config.command_line import take_flag, take_value
 from flashckpt.trainer.parallel.float8_layers import refuse_without_torchao
 from flashckpt.trainer.parallel.groups import refuse_check, run_of_group
-from flashckpt.trainer.train.nonfatal import nonfatal_streams
+from flashckpt.trainer.train.nonfatal import nonfatal_streams, report_once, terminal_of
 from flashckpt.trainer.train.phases import check_layouts, phases_of
 from flashckpt.trainer.train.profile_range import Profiled, phase_steps, profile_range
-from flashckpt.trainer.train.report_once import report_once
-from flashckpt.trainer.train.terminal import terminal_of
 
 USAGE = """Usage: python -m flashckpt.trainer [--config FILE.toml] [--section.key VALUE ...]
 

@@ -118,7 +118,6 @@ class NodeAccount:
         kernel, devices: New lines of the kernel's log that matter; what is wrong with its links and devices.
         persister: The problem of its persister; "" for nothing.
         facts: Versions and variables, to find a node that differs.
-        restarts: Whether it restarts.
         decision: Why, or why not.
     """
 

@@ -54,7 +54,7 @@ from flashckpt.daemon.machine.process import become_subreaper
 from flashckpt.daemon.zygote.client import ZygoteClient
 from flashckpt.environment import env
 from flashckpt.errors import FINAL_CODES, PASSING_CODES, FlashckptError, LayoutError
-from flashckpt.shm import agent_folder, job_key
+from flashckpt.shm import agent_folder
 from flashckpt.shm.control import ControlRow
 
 _log = logging.getLogger("flashckpt.dlrun")
@@ -107,7 +107,7 @@ class DlrunAgent(LocalElasticAgent):
         names = env.TORCHELASTIC_SIGNALS_TO_HANDLE
         self._signals = StopSignals(names, raise_signal)
         self._watch = JobWatch()
-        if key := job_key.derived(job_secret.read_secret(), "ranks"):
+        if key := agent_folder.derived(job_secret.read_secret(), "ranks"):
             agent_folder.write_key(self._watch.agent_dir, key)
         self._stop = AgreedStop(self._watch, self._options.grace_s)
         self._reporter = FailureReporter(self._watch, self._options.ledger)

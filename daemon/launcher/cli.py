@@ -27,9 +27,8 @@ from flashckpt.daemon.zygote import server
 from flashckpt.daemon.zygote.rehearse import check_target
 from flashckpt.environment import env
 from flashckpt.errors import RESUME_EXIT_CODE, ConfigError, FlashckptError
-from flashckpt.nonfatal import log_stream, report_lost
+from flashckpt.nonfatal import fill_closed, log_stream, report_lost
 from flashckpt.report import PrintableFormatter
-from flashckpt.streams import fill_closed
 
 if TYPE_CHECKING:
     from flashckpt.daemon.launcher.options import LaunchOutcome
@@ -422,7 +421,7 @@ def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
     if name == "elastic_launch":
-        from flashckpt.daemon.launcher.api import elastic_launch
+        from flashckpt.daemon.launcher.launch import elastic_launch
 
         return elastic_launch
     from torch.distributed import run as torchrun

@@ -123,11 +123,7 @@ class WorkerContext(PContext):
             return None
 
     def rehearse(self, asked: str) -> None:
-        """Let the zygote prepare another generation like this one; called again and again, it does so once.
-
-        Args:
-            asked: The value of --warm; "": the trainer's own, where the workers run it.
-        """
+        """Let the zygote prepare another generation like this one; called again and again, it does so once. `asked` is --warm."""
         if not self._scripts or not self.forked or asked == NO_REHEARSAL:
             return
         first = min(self._scripts)

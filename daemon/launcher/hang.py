@@ -258,10 +258,7 @@ def collect(
 ) -> dict[int, tuple[str, ...]]:
     """Ask forked workers for their stacks; ranks that do not answer (stopped, in the kernel) are left out.
 
-    Args:
-        workers: local rank -> pid.
-        files: local rank -> where its faulthandler writes.
-        wait_s: Seconds to wait for all of them.
+    By local rank, `workers` are pids, and `files` where the faulthandler of each writes.
     """
     asked = {}
     for local_rank, pid in workers.items():

@@ -78,11 +78,7 @@ def new_name() -> tuple[str, str]:
 
 
 class Incidents:
-    """Sends the accounts of one agent, and judges those of all where it is the first one.
-
-    Args:
-        watch: The agent's eyes on the job.
-    """
+    """Sends the accounts of one agent, and judges those of all where it is the first one."""
 
     def __init__(self, watch: JobWatch) -> None:
         self._watch = watch

@@ -1,7 +1,7 @@
 """The secret that the nodes of one job share, and what they sign with it (torch-free).
 
 It comes from the environment or a file, never from the command line, which every user of the machine can read. It
-is not passed on to the workers: they get a key that is derived from it (job_key).
+is not passed on to the workers: they get a key that is derived from it (agent_folder).
 """
 
 from __future__ import annotations

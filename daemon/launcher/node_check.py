@@ -145,10 +145,7 @@ def first_pairs(nodes: Sequence[int]) -> list[tuple[int, int]]:
 def second_pairs(nodes: Sequence[int], first: Sequence[NodeTiming], alone: Sequence[int]) -> list[tuple[int, int]]:
     """Pair every suspect of the first round with a node that did well in it.
 
-    Args:
-        nodes: All nodes.
-        first: The pairs of the first round.
-        alone: Nodes already found slow alone: neither suspects nor good partners.
+    Nodes found slow `alone` are neither suspects nor good partners.
     """
     bad = slow(first)
     suspects = sorted({node for item in bad for node in item.nodes} - set(alone))
@@ -191,7 +188,6 @@ class Check:
     Args:
         store: The store of a round in which all nodes take part.
         node: This node's number in the round.
-        count: How many nodes there are.
         address: Where the others reach this node.
         timeout_s: Seconds after which a silent partner counts as broken.
         measure: Measures this node alone: seconds by what.

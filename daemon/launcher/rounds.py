@@ -44,8 +44,6 @@ class JobNotes:
     are signed (sealed_store): a stranger's counts as absent.
 
     Args:
-        store: The rendezvous store.
-        run_id: The job's id.
         secret: The job's secret; without one (b"") notes are not signed.
 
     Attributes:
@@ -117,7 +115,6 @@ class FreshStoreRendezvous(rendezvous_store.Forwarding):
 
     Attributes:
         has_failed: Whether the job ended by a failure: the other nodes read here what it was before the store goes.
-        rounds: Number of rounds so far.
         has_missed: Whether the job had rounds without this node since the one before, in which it took part.
         notes: The nodes' notes about the job; None if the number of nodes is fixed.
     """

@@ -85,12 +85,7 @@ def processor_ns(pid: int) -> int:
 
 
 class Stragglers:
-    """The slow ranks and nodes of one generation of workers.
-
-    Args:
-        watch: The agent's eyes on the job.
-        incidents: Takes the reports.
-    """
+    """The slow ranks and nodes of one generation of workers."""
 
     def __init__(self, watch: JobWatch, incidents: Incidents) -> None:
         self._watch, self._incidents = watch, incidents

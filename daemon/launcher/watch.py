@@ -270,11 +270,7 @@ def unpersisted(job: JobDirectory, rows: Sequence[ControlRow], tick: Callable[[]
     """Return the error of a job that ended well, if it came to a persist step and nothing is on storage, nor can come there.
 
     A persister that works is not waited for: what it has not committed after some seconds it commits when dlrun has ended.
-
-    Args:
-        job: This node's job directory; `ended` is asked for.
-        rows: The control rows of its ranks.
-        tick: Lets a persister that is not there be started.
+    `ended` is asked for; `tick` lets a persister that is not there be started.
     """
     with contextlib.suppress(FlashckptError, OSError):
         config, status = job.read_config(), job.read_status()

@@ -21,7 +21,6 @@ class Attempts:
     Attributes:
         failures: In all.
         error: Text of the last failure; "" once an attempt succeeded again.
-        error_code: Its exit code.
         answered_ns: Newest request to retry that was there before the last failed attempt began.
     """
 

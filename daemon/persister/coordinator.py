@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from flashckpt.checkpoint.catalog import newest_checkpoint
-from flashckpt.checkpoint.commit_lease import LeaseObjects
 from flashckpt.checkpoint.indexes import missing_writers
 from flashckpt.checkpoint.intents import (
+    LeaseObjects,
     Proposals,
     abandon_intent,
     abandoned_reason,
@@ -75,14 +75,12 @@ class PersistCoordinator:
     """What one daemon does on the root of its job: it asks the negotiation, and does what it answers.
 
     Args:
-        config: The job.
         on_commit: Called when a snapshot was committed, before its slots are released.
         send: Gives the ranks a message to carry to the other nodes.
         see: Returns the node's slots as they are now, to a thread too; None: a turn knows those it began with.
         wake: Called, in a thread, when a turn has something to do.
 
     Attributes:
-        negotiation: All decisions.
         housekeeper: Retention and sweep, in their own thread.
         flush: The writes of the open intent that this node works on.
         committed_s: time.monotonic() of the last commit that this daemon saw.

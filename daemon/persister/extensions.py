@@ -21,10 +21,6 @@ _FIELDS = frozenset(field.name for field in fields(DaemonStatus))
 class Extensions:
     """The extensions of all installed packages.
 
-    Args:
-        directory: The job's directory.
-        wake: Wakes the loop of the persister.
-
     Attributes:
         each: Those that have started, by the name of their entry point.
     """

@@ -40,7 +40,6 @@ class Flush:
     """The slots of one snapshot on their way to the root.
 
     Args:
-        identity: The snapshot.
         pins: Leases on the slots of this node's writers, by rank; may lack ranks whose index is already there.
         options: Passed to `persist_slot`.
         policy: Which checkpoints stay when the root is full: the others make room, once for this snapshot.

@@ -19,20 +19,25 @@ from typing import Any, NamedTuple
 
 from flashckpt import __version__
 from flashckpt.checkpoint.history import (
+    COURSE,
     ENDED,
     RANKS,
     STOPPED,
+    Points,
     SessionRecord,
+    added,
     clipped,
     forget_oldest,
+    forget_oldest_incidents,
+    put_incident,
     read_history,
+    read_series,
     read_session,
     summary,
+    write_series,
     write_session,
 )
-from flashckpt.checkpoint.incidents import forget_oldest_incidents, put_incident
 from flashckpt.checkpoint.root_records import newest_claim, owns_generation
-from flashckpt.checkpoint.series import COURSE, Points, added, read_series, write_series
 from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister.metrics import class_of
@@ -63,12 +68,7 @@ class _Due(NamedTuple):
 
 
 class SessionHistory:
-    """Writes the records of a job from its first node.
-
-    Args:
-        directory: The job's directory.
-        connect: Opens the root that a configuration names.
-    """
+    """Writes the records of a job from its first node."""
 
     def __init__(self, directory: JobDirectory, connect: Callable[[JobConfig], Store]) -> None:
         self._directory, self._connect = directory, connect

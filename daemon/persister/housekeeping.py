@@ -47,10 +47,6 @@ class Housekeeper:
     """Retention and sweep of one root, on request; requests that come while one of their kind waits are one.
 
     The thread exists only while there is something to do, and has a connection to itself.
-
-    Args:
-        connect: Opens the root.
-        policy: What stays.
     """
 
     def __init__(self, connect: Callable[[], Store], policy: Policy) -> None:

@@ -83,11 +83,7 @@ class Messaging:
 
 
 class RootLooks:
-    """When a node may look at the root; to look with every event would waste requests.
-
-    Attributes:
-        last_s: When it looked last.
-    """
+    """When a node may look at the root; to look with every event would waste requests."""
 
     def __init__(self) -> None:
         """Has not looked yet."""

@@ -159,12 +159,7 @@ class _Server(WSGIServer):
 
 
 class Endpoint:
-    """A metrics endpoint until `close`.
-
-    Attributes:
-        host: The address it listens on.
-        port: The port.
-    """
+    """A metrics endpoint until `close`."""
 
     def __init__(self, observed: Observed, *, job: str, node: int, port: int, host: str = LOOPBACK) -> None:
         registry = CollectorRegistry()
@@ -194,7 +189,6 @@ class Scrapes:
     """The endpoint where one is asked for; tries again while it cannot listen: the port may be held by a daemon that ends.
 
     Args:
-        observed: What is shown.
         report: Called with a sentence where there are no metrics though they are asked for, and with "" when there are.
     """
 

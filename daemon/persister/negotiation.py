@@ -36,7 +36,6 @@ class Negotiation:
     """The decisions of one node.
 
     Args:
-        node_count: Nodes of the job.
         persist_every: Steps between two persist steps; 1 where that is not known.
 
     Attributes:

@@ -43,7 +43,6 @@ class CommitLease:
     """What this node knows of the lease of one snapshot.
 
     Attributes:
-        identity: The snapshot.
         expires_s: Seconds without a change after which it is another node's turn.
         since_s: When `seen` was seen first, by this node's clock.
         seen: The lease as it was last read; at first none.
@@ -86,13 +85,7 @@ class CommitLease:
 
 
 def lease_of(identity: SnapshotId, writers: int, written_s: float) -> CommitLease:
-    """Return the lease of a snapshot before anything is known of it.
-
-    Args:
-        identity: The snapshot.
-        writers: Ranks that write it.
-        written_s: When the last index of this node became durable.
-    """
+    """Return the lease of a snapshot before anything is known of it."""
     return CommitLease(identity, LEASE_S * max(1.0, writers / LEASE_WRITERS), written_s)
 
 
@@ -101,10 +94,8 @@ class Persist:
     """This node's work on one intent.
 
     Attributes:
-        intent: What is persisted.
         pinned: Ranks whose slots are held; may lack those whose index is there already.
         left: Those of them that are still to be written.
-        is_writing: Whether they are being written.
         is_committing: Whether a commit works in the background here.
         is_there: Whether it only looks at what was found in the place of MANIFEST.
         written_s: When the last index of this node became durable; None before.

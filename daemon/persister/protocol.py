@@ -75,7 +75,6 @@ class Tick:
 
     Attributes:
         now_s: Seconds of a clock that never goes back.
-        node: This node's slots.
         generation: The current generation of the job.
         urgent: Persist the newest common snapshot now, whether it is of a persist step or not.
         received: Messages of other nodes, which the ranks carry: all of them for the leader, the leader's for the
@@ -148,7 +147,6 @@ class ProposalsRead:
     """What all nodes of a generation propose, this one among them.
 
     Attributes:
-        proposals: Theirs.
         node: This node's slots after that was read; None: as they were before.
     """
 
@@ -170,7 +168,6 @@ class LeaseRead:
     Attributes:
         number: Of the newest lease; -1 where there is none.
         stamp: When it was renewed, by the clock of the storage: only whether it changes counts.
-        is_own: Whether this node took it.
     """
 
     number: int = -1

@@ -20,9 +20,6 @@ class Seeker:
 
     With two slots a snapshot that nobody pins is overwritten two steps later. A turn that asks the root may take longer,
     and then the node would miss what it has promised to pin; of many nodes one always would.
-
-    Args:
-        see: Returns the node's slots as they are now.
     """
 
     def __init__(self, see: Callable[[], NodeInventory]) -> None:

@@ -64,11 +64,6 @@ __all__ = ["Daemon", "DaemonTimeouts", "main"]
 class Daemon:
     """The loop. `turn` is one pass over everything; `run` repeats it until the work is done.
 
-    Args:
-        directory: The job directory.
-        lock: The daemon's lease on it.
-        times: When to end.
-
     Attributes:
         exit_code: What the process ends with: 0, or that of the failure for which it leaves work undone.
     """

@@ -43,11 +43,9 @@ class WarmCopy:
     """A copy of the zygote that has rehearsed: used where it is ready and fits, never waited for.
 
     Attributes:
-        sock: To it.
         pid: Its process, a child of this one.
         key: What it rehearses, as `key_of` the first worker.
         is_asked: Whether the user named what is rehearsed, and so wants to know when it could not be.
-        ready: Whether it has rehearsed.
     """
 
     sock: socket.socket

@@ -120,11 +120,7 @@ class Spares:
             _log.warning("no standby processes any more, restarts make their contexts themselves: %s", reason)
 
     def take(self, workers: list[Request]) -> list[int]:
-        """Return the local ranks whose standby fits and answers; `go` lets them run. Those that are not ready are ended.
-
-        Args:
-            workers: The requests of this node, by local rank.
-        """
+        """Return the local ranks whose standby fits and answers; `go` lets them run; the others are ended."""
         if self._on_trial:
             self._on_trial = False
             self._count(-1, "ranks that were standby processes ended before their first step")

@@ -106,11 +106,8 @@ def _redirect(fd: int, name: str, path: str, reports: int | None) -> None:
 def rebuild_stream(fd: int, name: str, path: str = "", reports: int | None = None) -> None:
     """Give Python a new standard stream, to which a failed write costs lines and raises nothing: it is a log.
 
-    Args:
-        fd: Of the stream.
-        name: "stdout" or "stderr".
-        path: The file that it is; "": dlrun's own stream.
-        reports: Where lost lines are reported; None: in the stream itself.
+    `path` is the file that it is, "" for dlrun's own stream; lost lines are reported to `reports`, or with None in
+    the stream itself.
     """
     old = getattr(sys, name)
     errors = "backslashreplace" if name == "stderr" else getattr(old, "errors", "strict")

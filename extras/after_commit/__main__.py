@@ -35,7 +35,6 @@ class Assignment(NamedTuple):
     """What the persister sends first.
 
     Attributes:
-        root, options: Of the job.
         is_first: Whether this persister has started no such process before.
         done: What is made, or cannot be: (generation, step) by place.
     """
@@ -47,12 +46,7 @@ class Assignment(NamedTuple):
 
 
 class Worker:
-    """Makes what is wanted, the oldest first, while `look` adds to it from another thread.
-
-    Args:
-        order: From the persister.
-        tasks: What is asked for.
-    """
+    """Makes what is wanted, the oldest first, while `look` adds to it from another thread."""
 
     def __init__(self, order: Assignment, tasks: list[Task]) -> None:
         self._order, self._tasks = order, tasks

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from flashckpt.checkpoint.catalog import newest_checkpoint, read_manifest_bytes, whole_manifest
 from flashckpt.checkpoint.merging import refuse_gaps
-from flashckpt.checkpoint.ranged_reads import with_values
 from flashckpt.checkpoint.retention import leased
 from flashckpt.checkpoint.root_records import (
     LATEST,
@@ -22,7 +21,7 @@ from flashckpt.checkpoint.root_records import (
     parse_prefix,
     read_generations,
 )
-from flashckpt.checkpoint.spread_reads import copy_indexes
+from flashckpt.checkpoint.spread_reads import copy_indexes, with_values
 from flashckpt.cli.verify import Span, requests_of
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.spread import decode_spread, is_spread
@@ -58,11 +57,7 @@ def copy_checkpoint(
 ) -> Copied:
     """Make the checkpoint `prefix` of one root exist on another one, with the same bytes and the same name.
 
-    Args:
-        source: Its root; a lease keeps retention away meanwhile.
-        prefix: Its folder.
-        target: The other root, writable.
-        advance: Called with the bytes that are done, from several threads.
+    A lease keeps retention away meanwhile; `advance` is called with the bytes that are done, from several threads.
 
     Raises:
         DamagedError, ShardGapError: The source is damaged; nothing is visible on the target.

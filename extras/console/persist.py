@@ -56,12 +56,7 @@ def newest_here(directory: JobDirectory) -> SnapshotId:
 
 
 class _Asked:
-    """One request, and what became of it.
-
-    Attributes:
-        committed: What is on storage, once it is.
-        failure: What kept the last attempt from it.
-    """
+    """One request, and what became of it."""
 
     def __init__(self, directory: JobDirectory, wanted: SnapshotId) -> None:
         self.committed: SnapshotId | None = None

@@ -18,7 +18,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from flashckpt.checkpoint.series import Points
+from flashckpt.checkpoint.history import Points
 from flashckpt.cli.common import (
     Command,
     age_of,
@@ -77,12 +77,7 @@ def top(*, source: str, options: tuple[str, ...], as_json: bool) -> None:
 
 
 def page(document: Mapping[str, Any], before: Mapping[str, Any] | None) -> Group:
-    """Return the page of a document of `PageSource`, in 80 columns.
-
-    Args:
-        document: Now.
-        before: The one before, for the rate; None: there is none.
-    """
+    """Return the page of a document of `PageSource`, in 80 columns."""
     parts: list[Any] = [*_lines(_head(document, before))]
     parts += _ranks(document["ranks"])
     if document["checkpoints"]:

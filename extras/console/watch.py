@@ -30,7 +30,6 @@ class WatchedJob(NamedTuple):
     Attributes:
         generation: Newest generation, 0 before the first.
         step: Last step; of another machine's job at most a minute old.
-        committed: Newest checkpoint.
         end: "" while it runs, else how its last session ended.
         problem: Why nothing is persisted, or why the root cannot be read.
         seen_s: When the job was last seen, unix seconds.

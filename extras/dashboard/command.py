@@ -11,8 +11,7 @@ import click
 
 from flashckpt.cli.common import Command, complete_source, json_option
 from flashckpt.dashboard.gather import PageSource
-from flashckpt.dashboard.page import render
-from flashckpt.dashboard.server import Dashboard
+from flashckpt.dashboard.server import Dashboard, render
 from flashckpt.errors import ConfigError
 from flashckpt.printable import to_json
 

@@ -8,10 +8,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flashckpt.checkpoint.catalog import CheckpointInfo, read_contents
-from flashckpt.checkpoint.history import SessionRecord, read_history, read_ranks, summary
-from flashckpt.checkpoint.incidents import read_incidents
+from flashckpt.checkpoint.history import (
+    Points,
+    SessionRecord,
+    added,
+    read_history,
+    read_incidents,
+    read_ranks,
+    read_series,
+    summary,
+)
 from flashckpt.checkpoint.retention import Policy, choose_expired, kept_prefixes, leased_prefixes
-from flashckpt.checkpoint.series import Points, added, read_series
 from flashckpt.cli.common import abandoned, open_root
 from flashckpt.cli.status import describe
 from flashckpt.core.incident import as_values
@@ -33,14 +40,6 @@ MOST_SESSIONS = 50
 
 class PageSource:
     """A job, found by its root or by its id.
-
-    Args:
-        name: A root, or the id of a job in this machine's memory.
-        options: Storage options of the root, KEY=VALUE.
-        plan: What `flashckpt plan --json` wrote; None for none.
-
-    Attributes:
-        root, store: Where it persists.
 
     Raises:
         RootError, ConfigError: As `open_root`.

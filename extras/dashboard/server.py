@@ -1,33 +1,31 @@
-"""The page over HTTP: on the loopback address and with a token, unless `--host` names another address; live by server-sent events."""
+"""The page, in one file or over HTTP: on the loopback address and with a token, unless `--host` names another address; live by server-sent events."""
 
 from __future__ import annotations
 
+import base64
+import functools
+import hashlib
 import hmac
 import secrets
 import threading
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from flashckpt.dashboard.page import render
 from flashckpt.printable import to_json
 
 EVERY_S = 2.0
 """Seconds between two looks at the root and the memory, however many pages are open."""
 MOST_PAGES = 16
 """Pages that are kept up to date at a time."""
+_FOLDER = Path(__file__).parent
 
 
 class Dashboard(ThreadingHTTPServer):
-    """Serves one job until `shutdown`.
-
-    Args:
-        look: Returns the document of now.
-        host: Address to listen on.
-        port: 0 for any free one.
-    """
+    """Serves one job until `shutdown`."""
 
     daemon_threads = True
 
@@ -107,3 +105,32 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         """Log nothing."""
+
+
+@functools.cache
+def _asset(name: str) -> str:
+    return (_FOLDER / name).read_text(encoding="utf-8")
+
+
+def render(document: dict[str, Any], *, events: str = "") -> str:
+    """Return the page of a document.
+
+    Args:
+        document: Of `PageSource.document`.
+        events: Where it gets newer documents from; "" for a page that stays as it is.
+    """
+    data = to_json(document | {"events": events}).replace("<", "\\u003c")  # no text of others ends the element
+    page = _asset("page.html").replace("{{POLICY}}", policy(connect=bool(events)))
+    page = page.replace("{{STYLE}}", _asset("page.css")).replace("{{SCRIPT}}", _asset("page.js"))
+    return page.replace("{{DATA}}", data)  # last: what is in it is not looked at again
+
+
+def policy(*, connect: bool) -> str:
+    """Return the Content-Security-Policy: this style and this program run, nothing else, and nothing is fetched elsewhere."""
+    style, script = (_digest(_asset(name)) for name in ("page.css", "page.js"))
+    connected = "; connect-src 'self'" if connect else ""
+    return f"default-src 'none'; base-uri 'none'; form-action 'none'; style-src '{style}'; script-src '{script}'{connected}"
+
+
+def _digest(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

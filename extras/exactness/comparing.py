@@ -28,8 +28,6 @@ class Moved:
     Attributes:
         kind: One of `_ORDER`.
         name: How the script calls it.
-        what: The sentence.
-        remedy: What to do.
     """
 
     kind: str
@@ -48,8 +46,6 @@ class Judgement:
 
     Attributes:
         verdict: EXACT, NOT_EXACT or NOT_DETERMINISTIC.
-        restored: The step that was restored.
-        causes: The causes.
         hints: Variables that are other ones and may not matter.
         moved: Names of tracked state that differs.
         first: The first step at whose end it does.
@@ -106,13 +102,7 @@ def noise(first: RunTrace, second: RunTrace) -> set[str]:
 
 
 def continued(unbroken: RunTrace, restarted: RunTrace, *, ignored: Sequence[str] = ()) -> Judgement:
-    """Compare a run that was killed and restarted with one that was not.
-
-    Args:
-        unbroken: All steps.
-        restarted: The trace after the restart.
-        ignored: Patterns of names, and the paths of `noise`.
-    """
+    """Compare a run that was killed and restarted with one that was not."""
     at = restarted.restored or 0
     found = Judgement(restored=at)
     last = max((step for step in restarted.steps if step in unbroken.inputs), default=0)

@@ -34,9 +34,6 @@ class Leaf(NamedTuple):
     Attributes:
         kind: "tracked", "object" (of one that nobody tracks), "generator", "tensor", "value" or "gradient".
         owner: The object whose state it is part of, "" for a variable.
-        of: Its class.
-        digest: Of its bytes.
-        shown: For people.
     """
 
     kind: str
@@ -100,15 +97,7 @@ def variables(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
 
 
 class Walk:
-    """One walk over everything; what is tracked is not met a second time.
-
-    Args:
-        tracked: What is tracked.
-        reads_sources: Whether sources of data may be asked for their state now.
-
-    Attributes:
-        leaves: By path.
-    """
+    """One walk over everything; what is tracked is not met a second time."""
 
     def __init__(self, tracked: StateRegistry, *, reads_sources: bool) -> None:
         self.leaves: dict[str, Leaf] = {}

@@ -74,11 +74,7 @@ class AddedGradients:
 
 
 class RankProbe:
-    """Observes the first Checkpointer that takes a step.
-
-    Args:
-        plan: Of the run.
-    """
+    """Observes the first Checkpointer that takes a step."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self._made = plan, 0

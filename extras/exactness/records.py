@@ -32,7 +32,6 @@ class RunTrace:
         inputs: By step, what the tracked models were given.
         added: By step, the tracked models whose gradients from before it were added to; None where nobody can tell.
         rng: Whether the global generators are tracked.
-        is_made: Whether a Checkpointer was made.
         has_ended: Whether the script ran to its end.
     """
 

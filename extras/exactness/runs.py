@@ -33,9 +33,7 @@ class Script:
     """What is run.
 
     Attributes:
-        words: Script and arguments.
         ranks: Of each run, under dlrun; 0: one, as plain Python.
-        steps: Of each run.
         limit_s: Most seconds of one run.
         memory: Folder of the memory tier that is ours.
         folder: Folder for records, roots and logs.
@@ -111,10 +109,7 @@ class Ran:
     """One run that has ended.
 
     Attributes:
-        folder: Of its records.
-        ranks: How many there were.
         code: Exit code, where nobody ended it.
-        log: What it printed.
     """
 
     folder: Path

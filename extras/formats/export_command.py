@@ -145,11 +145,7 @@ def export_checkpoint(
 ) -> dict[str, Any]:
     """Write a checkpoint of a root; return what was done.
 
-    Args:
-        store: The root; a lease keeps retention away meanwhile.
-        info: The checkpoint.
-        wanted: The export.
-        advance: Called with the bytes that were read, from several threads.
+    A lease keeps retention away meanwhile; `advance` is called with the bytes that were read, from several threads.
     """
     with reading(store, info.prefix) as manifest:
         source = StorageSource(store, manifest, info.prefix)

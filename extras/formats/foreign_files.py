@@ -26,12 +26,7 @@ _MOST_DIMS = 64
 
 @dataclass(kw_only=True)
 class Seen:
-    """What an import looked at.
-
-    Attributes:
-        files: That were decoded.
-        notes: What they say and what is not taken.
-    """
+    """What an import looked at."""
 
     files: set[Path] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)

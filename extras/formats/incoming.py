@@ -36,7 +36,6 @@ class Foreign:
 
     Attributes:
         kind: One of KINDS.
-        rows: Under our names.
         values: Non-tensor state, msgpack types.
         tensors: Number of tensors (a dcp folder has several rows of one).
         step: What it says about its step; None where it says nothing.
@@ -169,10 +168,10 @@ def _opened(path: Path, kind: str, selection: Selection, parameters: Sequence[st
 
 
 def _of_framework(path: Path, kind: str, parameters: Sequence[str] | None, *, wants: Wants) -> Taken:
-    from flashckpt.interop import deepspeed_folders, lightning_files, megatron_folders, trainer_folders
+    from flashckpt.interop import deepspeed_folders, megatron_folders, trainer_folders
 
     if kind == "lightning":
-        return lightning_files.read_file(path, parameters, wants=wants)
+        return trainer_folders.read_lightning_file(path, parameters, wants=wants)
     if kind == "deepspeed":
         return deepspeed_folders.read_folder(path, wants=wants)
     if kind == "megatron":

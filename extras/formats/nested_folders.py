@@ -91,10 +91,6 @@ def _row(name: str, tensor: torch.Tensor) -> direct_writer.StreamedRow:
 def read_folder(path: Path, *, device: Any = "cpu") -> dict[Any, Any]:
     """Return the dict that `write_folder` wrote, every digest verified.
 
-    Args:
-        path: The folder.
-        device: Where its tensors are put.
-
     Raises:
         NoCheckpointError: There is no such folder, or no checkpoint of this kind.
         DamagedError, FormatVersionError: It is damaged, or newer than this program.

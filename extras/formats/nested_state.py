@@ -35,12 +35,7 @@ Place = tuple[int, ...]
 
 @dataclass(kw_only=True)
 class TakenApart:
-    """A dict in pieces.
-
-    Attributes:
-        values: What a MANIFEST holds of it.
-        tensors: By name; a tensor that occurs twice is one.
-    """
+    """A dict in pieces."""
 
     values: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -192,10 +187,6 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 def put_together(values: Mapping[str, Any], tensor: Callable[[str], torch.Tensor]) -> dict[Any, Any]:
     """Return the dict that `take_apart` took apart.
-
-    Args:
-        values: What it gave.
-        tensor: `tensor(name)` gives each tensor's values.
 
     Raises:
         FormatVersionError: A note is of a kind that is not known here.

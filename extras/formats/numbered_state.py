@@ -34,7 +34,6 @@ class Renaming:
 
     Args:
         selection: What the user says.
-        state: The state dict.
         is_plain: Nothing is known of what saved it: names may begin with DDP's `module.`, members may have any name.
 
     Attributes:
@@ -81,12 +80,7 @@ def named(
 ) -> StateDict:
     """Return a state dict with names in place of the numbers of its optimizers.
 
-    Args:
-        state: As it was read.
-        new: The names that its tensors get.
-        takes: Whether a key is wanted: what nobody wants needs no names.
-        parameters: Names in the order of the optimizer, if the user gave them.
-        path: Where it was read.
+    What nobody `takes` needs no names.
 
     Raises:
         ConfigError: No name is certain, or those given do not fit.
@@ -118,14 +112,7 @@ def named(
 
 @dataclass(kw_only=True)
 class _Numbered:
-    """An optimizer's state dict in a flattened one.
-
-    Attributes:
-        groups: Numbers of each group's parameters.
-        recorded: Their names, where the optimizer was given them.
-        shapes: Of the parameters, as far as their state shows them.
-        keys: All its keys.
-    """
+    """An optimizer's state dict in a flattened one."""
 
     groups: list[list[int]] = field(default_factory=list)
     recorded: list[list[str]] = field(default_factory=list)

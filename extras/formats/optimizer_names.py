@@ -82,14 +82,7 @@ def as_recorded(
 def as_given(
     groups: Sequence[Sequence[int]], shapes: Mapping[int, Shape], names: Sequence[str], known: Mapping[str, Shape]
 ) -> dict[int, str]:
-    """Return number -> name by a list of names in the optimizer's order; ConfigError where it does not fit.
-
-    Args:
-        groups: Numbers of each group's parameters.
-        shapes: Of the parameters, as far as their state shows them.
-        names: One for each number, group after group.
-        known: Name -> shape of the model's tensors.
-    """
+    """Return number -> name by a list of names in the optimizer's order; ConfigError where it does not fit."""
     numbers = [number for group in groups for number in group]
     if len(numbers) != len(names) or len(set(names)) != len(names):
         raise ConfigError(

@@ -23,11 +23,9 @@ class Outgoing:
 
     Attributes:
         name: On the other side.
-        held: In the checkpoint.
         stored, dtype: Dtype in the checkpoint, and the one it is written as.
         shape: Of what is written.
         index: Which slice of the first dimension of the held tensor is written; None: the whole tensor.
-        held_rows: Length of that dimension.
     """
 
     name: str

@@ -69,10 +69,7 @@ def write_torch_file(
 def _set_checksums(path: Path, file: BinaryIO, checksums: Mapping[int, int]) -> None:
     """Put the CRC-32 of each storage into the zip's headers, where torch left that of no data.
 
-    Args:
-        path: The zip.
-        file: The same, open for reading and writing.
-        checksums: First byte of a storage in the file -> CRC-32 of its bytes.
+    `checksums` maps the first byte of a storage in the file to the CRC-32 of its bytes.
     """
     with zipfile.ZipFile(path) as archive:
         at, entries = archive.start_dir, archive.infolist()

@@ -23,8 +23,7 @@ from flashckpt.errors import ConfigError
 from flashckpt.integrations.deepspeed_fragments import refresh_weights
 from flashckpt.integrations.deepspeed_refusals import refuse_unsupported
 from flashckpt.integrations.deepspeed_state import EngineState, OneSchedule, Trained
-from flashckpt.integrations.elastic_share import Share, check_share, elastic_in
-from flashckpt.integrations.shared import OwnsCheckpointer
+from flashckpt.integrations.shared import OwnsCheckpointer, Share, check_share, elastic_in
 from flashckpt.report import RestoreReport
 
 _LOADERS = "give the loader an ElasticSampler, or use torchdata's StatefulDataLoader"

@@ -39,11 +39,7 @@ def refuse_strategy(deletion_strategy: Any) -> None:
 
 
 class Given:
-    """State that the caller gives with each save.
-
-    Args:
-        is_replicated: Whether it is the same on all ranks.
-    """
+    """State that the caller gives with each save."""
 
     def __init__(self, *, is_replicated: bool) -> None:
         self.flashckpt_replicated = is_replicated

@@ -27,13 +27,6 @@ _ARGS_AT = 1
 class FlashCkptTrainer(Trainer):  # type: ignore[misc]  # transformers is not there when types are checked
     """A Trainer that keeps a checkpoint where Trainer would: by `save_strategy`, `save_steps` and `save_total_limit`.
 
-    Args:
-        *given: As of Trainer.
-        args: As of Trainer; its `output_dir` has the root.
-        callbacks: As of Trainer; `FlashCheckpoint` comes last.
-        flash: Options of `FlashCheckpoint`, for example `{"snapshot_every": 5}` for snapshots between the checkpoints.
-        **named: As of Trainer.
-
     Attributes:
         flash: The callback.
     """

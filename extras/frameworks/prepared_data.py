@@ -9,7 +9,7 @@ from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, Seedab
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from flashckpt.errors import ConfigError, SamplerStateError
-from flashckpt.integrations.elastic_share import Share, check_share, elastic_in
+from flashckpt.integrations.shared import Share, check_share, elastic_in
 from flashckpt.state import rng
 
 _REMEDY = (

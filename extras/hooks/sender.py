@@ -45,7 +45,6 @@ class HookRecord:
         id: Of the event: a record that is delivered twice, as after the restart of a persister, has the same one.
         time: When it was made, ISO 8601, UTC.
         job: Id of the job; "" for a program without a Checkpointer.
-        sender: Host that tells it.
         node, host: The node that it is about; -1 and "" for none, or where that is not known.
         reason: What happened, in words.
         root, generation, step: The checkpoint; of an incident the last step of the rank that it is about.
@@ -91,7 +90,6 @@ class Hook:
     """Sends records one after the other.
 
     Args:
-        log: Where problems go.
         words: The command, or a URL alone; FLASHCKPT_HOOK by default.
     """
 

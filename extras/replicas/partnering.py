@@ -30,8 +30,8 @@ from flashckpt.replicate.slots import REPLICA_SLOTS
 from flashckpt.report import notice
 from flashckpt.restore.coordinator import RestoreOutcome
 from flashckpt.shm import private
+from flashckpt.shm.agent_folder import link_key, ranks_key
 from flashckpt.shm.job_directory import JobDirectory
-from flashckpt.shm.job_key import link_key, ranks_key
 
 LISTENS_S = 30.0
 """Seconds within which the persister of a node says where it listens: dlrun, or the first rank, has just started it."""

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from flashckpt.checkpoint.ranged_reads import with_values
 from flashckpt.checkpoint.root_records import (
     MANIFEST,
     TOMBSTONE,
@@ -28,7 +27,7 @@ from flashckpt.checkpoint.root_records import (
     read_generations,
     read_names,
 )
-from flashckpt.checkpoint.spread_reads import each_entry, read_rows
+from flashckpt.checkpoint.spread_reads import each_entry, read_rows, with_values
 from flashckpt.checkpoint.writer import read_start
 from flashckpt.core.lineage import Generation, is_rolled_back
 from flashckpt.core.manifest import Manifest, decode_manifest, header_of
@@ -54,13 +53,10 @@ class CheckpointInfo:
 
     Attributes:
         prefix: Its folder under the root, "step-000000120.g3".
-        generation, step: Its identity.
         parent: (generation, step) that its generation was restored from.
         nbytes: Bytes of tensors, each counted once.
         created_s: Time of the commit, unix seconds.
-        world_size: Ranks of the worker group.
         writers: How many ranks wrote packs or values.
-        tensors: Number of global tensors.
         suspects: Tensors in which numbers became non-finite.
         job: Job id; "" where only the catalogue was read.
         manifest_bytes: Size of MANIFEST; 0 where it cannot be used.
@@ -105,7 +101,6 @@ class RootContents:
     Attributes:
         names: The facts that the names give.
         infos: Checkpoints, newest first; damaged ones have a `problem`.
-        uncommitted: Folders without MANIFEST.
         tombstones: Folders that were looked at and hold a tombstone; others have an entry (`names.deleted`).
     """
 
@@ -224,10 +219,7 @@ def read_root(root: str, options: Mapping[str, Any]) -> RootSummary:
 def read_manifest(store: Store, info: CheckpointInfo | str, *, values: bool = True) -> Manifest:
     """Return the MANIFEST of a checkpoint, its digest verified.
 
-    Args:
-        store: The root.
-        info: The checkpoint, or its folder.
-        values: Also those that it names by range; else they are left where they are.
+    With `values` also those that it names by range; else they are left where they are.
 
     Raises:
         NoCheckpointError: It was never committed, or has been deleted.
@@ -301,10 +293,7 @@ def newest_checkpoint(
 def look_at(store: Store, prefix: str, *, whole: bool = False) -> CheckpointInfo | None:
     """Return the checkpoint of one folder; None without a MANIFEST or with a tombstone; `problem` if it is damaged.
 
-    Args:
-        store: The root.
-        prefix: The folder.
-        whole: Verify it whole; else the first HEAD_BYTES, where it has a summary.
+    Verified are the first HEAD_BYTES, where it has a summary, or with `whole` all of it.
     """
     found = examine(store, prefix, whole=whole)
     return None if isinstance(found, Absent) else found

@@ -35,7 +35,6 @@ class StreamedRow:
     """One box of a tensor and where its bytes come from.
 
     Attributes:
-        shard: The box.
         read: `read(start, stop)` gives those bytes of the row-major box; called in order from 0 on, `start` a
             multiple of PART_BYTES, and from 0 again where an upload has to be repeated.
     """
@@ -65,7 +64,6 @@ class CheckpointSlot:
 
     Attributes:
         claim: The generation that writes; it fences older writers.
-        step: The checkpoint's step.
         world_size: Number of writers; their ranks are 0 to world_size - 1.
     """
 

@@ -2,19 +2,20 @@
 
 `history/<generation>-<token>` belongs to one generation of one run, whose persister on the first node alone writes it, as a
 whole each time. So no write meets another, a reader sees the old record or the new one, and a session that is killed
-leaves the last one. Nothing decides by it: what cannot be read is left out. Torch-free.
+leaves the last one. Beside it are curves, each thinned to a bounded number of points, and incidents (`history/incident-<id>.json`, written once).
+Nothing decides by any of it: what cannot be read is left out. Torch-free.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from flashckpt.checkpoint.root_records import parallel
-from flashckpt.checkpoint.series import SUFFIX
+from flashckpt.core.incident import Incident, decode
 from flashckpt.core.rank_table import RankTimes, decode_table
 from flashckpt.core.records import pack, seal, unpack, unseal
 from flashckpt.core.snapshot_id import SnapshotId
@@ -31,6 +32,17 @@ RANKS = ".ranks"
 """Behind the key of a record: the times of the ranks of its session, as its first agent knew them last."""
 _NAME = re.compile(r"history/([0-9]{6,19})-([0-9A-Za-z]{1,64})")
 _MOST_TEXT = 500
+MOST_POINTS = 1000
+MOST_NAMES = 64
+CURVES = ".values"
+COURSE = "job/"
+"""Before the names of curves that the persister adds to those that are logged."""
+Points = dict[str, list[tuple[int, float]]]
+"""Steps and values by name, in the order they came."""
+INCIDENTS = f"{HISTORY}incident-"
+MOST_INCIDENTS = 1000
+"""Incidents that a root remembers; the oldest are forgotten."""
+_INCIDENT = re.compile(r"history/incident-[0-9]{8}-[0-9]{6}-[0-9a-f]{6}\.json")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +50,6 @@ class SessionRecord:
     """One session of a job, as its persister last saw it.
 
     Attributes:
-        generation, token: Of its claim.
         job, host, world_size, nodes, version: Of the job, the first node, and the release that ran.
         begun_s, updated_s: When it was first and last seen, unix seconds.
         parent: Snapshot that it was restored from; None on a fresh start.
@@ -46,7 +57,6 @@ class SessionRecord:
         first_step_s: Seconds from the start of the slowest rank's program to its first step; 0 where none was trained.
         restore_s: Seconds of them that its restore took.
         step: Last step that a rank of the first node has done; -1 for none.
-        committed: Newest checkpoint.
         persist_failures, error: Attempts to persist that failed, and the last failure.
         end: "" as long as it runs and where nobody saw its end; else ENDED or STOPPED.
         stall_s, snapshots: What training waited for so many snapshots, on the rank of the first node that waited longest.
@@ -115,7 +125,7 @@ def read_ranks(store: Store, key: str) -> list[RankTimes]:
 def forget_oldest(store: Store) -> None:
     """Delete the records beyond MOST_SESSIONS."""
     oldest = _keys(store)[:-MOST_SESSIONS]
-    store.delete_many([one for key in oldest for one in (key, key + SUFFIX, key + RANKS)])
+    store.delete_many([one for key in oldest for one in (key, key + CURVES, key + RANKS)])
 
 
 def _keys(store: Store) -> list[str]:
@@ -130,9 +140,6 @@ def clipped(text: str) -> str:
 
 def summary(records: Sequence[SessionRecord]) -> dict[str, Any]:
     """Return what a job's sessions cost, as JSON values.
-
-    Args:
-        records: The sessions, as `read_history` returns them.
 
     Returns:
         `sessions`, `restarts` (of sessions that did not end cleanly), `restarts_by_cause`, `steps_lost` and their seconds
@@ -181,3 +188,75 @@ def cause_of(record: SessionRecord) -> str:
 def _seconds_per_step(record: SessionRecord) -> float:
     steps = record.step - max(record.restored_step, 0)
     return max(0.0, record.updated_s - record.begun_s - record.first_step_s) / steps if steps > 0 else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Series:
+    points: dict[str, Any] = field(default_factory=dict)
+
+
+def added(points: Points, new: Iterable[tuple[str, int, float]]) -> Points:
+    """Return the curves with new points (name, step, value); one with too many loses every second of its older points.
+
+    The steps of a curve ascend within a session: what is there already changes nothing if it comes again.
+    """
+    found = {name: list(one) for name, one in points.items()}
+    for name, step, value in new:
+        if name in found or len(found) < MOST_NAMES:
+            curve = found.setdefault(name, [])
+            if curve and step <= curve[-1][0]:
+                continue
+            curve.append((step, value))
+            if len(curve) > MOST_POINTS:
+                curve[:-1] = curve[:-1:2]
+    return found
+
+
+def write_series(store: Store, key: str, points: Points) -> None:
+    """Publish the curves of the session whose record is at `key`."""
+    plain = {name: [[step for step, _ in one], [value for _, value in one]] for name, one in points.items()}
+    store.put(key + CURVES, seal(pack(_Series(points=plain))))
+
+
+def read_series(store: Store, key: str) -> Points:
+    """Return the curves of the session whose record is at `key`; {} where there are none that can be read."""
+    try:
+        raw = unpack(_Series, unseal(store.get(key + CURVES), key), partial=True).points
+    except (ObjectMissingError, DamagedError, FormatVersionError, ValueError, KeyError):
+        return {}
+    return {name: _curve(one) for name, one in raw.items() if isinstance(name, str)}
+
+
+def _curve(found: Any) -> list[tuple[int, float]]:
+    try:
+        steps, values = found
+        return [(int(step), float(value)) for step, value in zip(steps, values, strict=True)]
+    except (ValueError, TypeError):
+        return []
+
+
+def put_incident(store: Store, name: str, raw: bytes) -> None:
+    """Publish the JSON of an incident under its file's name."""
+    store.put(f"{INCIDENTS}{name}", raw)
+
+
+def read_incidents(store: Store, *, most: int = 20) -> list[Incident]:
+    """Return the newest incidents of a root, oldest first."""
+    found = parallel(lambda key: _read_incident(store, key), _incident_keys(store)[-most:])
+    return [one for one in found if one is not None]
+
+
+def forget_oldest_incidents(store: Store) -> None:
+    """Delete those beyond MOST_INCIDENTS."""
+    store.delete_many(_incident_keys(store)[:-MOST_INCIDENTS])
+
+
+def _incident_keys(store: Store) -> list[str]:
+    return sorted(info.key for info in store.list(INCIDENTS) if _INCIDENT.fullmatch(info.key))
+
+
+def _read_incident(store: Store, key: str) -> Incident | None:
+    try:
+        return decode(store.get(key))
+    except (ObjectMissingError, DamagedError):
+        return None

@@ -30,10 +30,7 @@ RANGED_FROM = 64
 def put_indexes(store: Store, prefix: str, indexes: Iterable[Manifest]) -> None:
     """Write what some ranks' packs hold: from here on these ranks have written.
 
-    Args:
-        store: The root.
-        prefix: Folder of the checkpoint.
-        indexes: Each rank's index (`index_manifest`); their packs are durable.
+    The packs of all of them are durable.
 
     Raises:
         StoreError, RootError: The storage failed; may be called again.
@@ -81,11 +78,7 @@ def list_indexes(store: Store, prefix: str, writers: Sequence[int]) -> IndexList
 def read_indexes(store: Store, prefix: str, writers: Sequence[int], there: IndexList | None = None) -> list[Manifest]:
     """Return indexes that together are those of all writers, by rank, their packs looked at.
 
-    Args:
-        store: The root.
-        prefix: Folder of the checkpoint.
-        writers: Ranks.
-        there: Which ones they are; asked of the root if None.
+    `there` says which ones exist; the root is asked if it is None.
 
     Raises:
         PersistError: A writer has none, or one is not of the ranks in its name.
@@ -116,11 +109,7 @@ def check_packs(store: Store, prefix: str, needs: Iterable[Need], sizes: Mapping
 
     A listing may lag behind, so where it lacks a pack or shows a shorter one, the pack itself is asked for.
 
-    Args:
-        store: The root.
-        prefix: Folder of the checkpoint.
-        needs: Say which packs there are.
-        sizes: Key -> bytes, as a listing of the checkpoint shows them; may be empty.
+    `sizes` maps keys to bytes, as a listing of the checkpoint shows them; it may be empty.
     """
 
     def check(name: str, needed: int, needed_there: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from flashckpt.checkpoint.root_records import explaining, open_record, parallel
+from flashckpt.checkpoint.root_records import explaining, open_record, parallel, prefix_of
 from flashckpt.core.intent import Intent, NodeProposal
 from flashckpt.core.records import pack, seal
 from flashckpt.core.snapshot_id import SnapshotId
@@ -22,6 +22,7 @@ SIX_DIGITS = 100_000
 INTENTS = "intents/"
 _MARK = ".abandoned"
 _NAME = re.compile(r"^(\d{6,})-(\d{9,})$")
+_COMMITTER = "committer."
 
 
 def put_intent(store: Store, intent: Intent) -> bool:
@@ -214,3 +215,47 @@ def decode_proposal(raw: bytes, key: str, url: str) -> NodeProposal:
         if not proposal.ranks:
             raise ValueError("no ranks")
         return proposal
+
+
+class LeaseObjects:
+    """The leases of the nodes that commit: numbered objects in a checkpoint's folder, of which the highest counts.
+
+    A number is taken by one conditional write and never again. To renew a lease its object is written again, which changes the
+    time that the storage shows. `holder`, the text in it, marks it as a node's own: a persister that starts again knows it.
+    """
+
+    def __init__(self) -> None:
+        self._holders: dict[str, bytes] = {}
+
+    def read(self, store: Store, identity: SnapshotId, holder: str) -> tuple[int, float, bool]:
+        """Return (number of the newest lease, time of its object, whether it is `holder`'s); number -1: there is none."""
+        found = store.list(f"{prefix_of(*identity)}/{_COMMITTER}")
+        if not found:
+            return -1, 0.0, False
+        newest = max(found, key=lambda info: info.key)
+        is_own = self._holder_of(store, newest.key) == holder.encode()
+        return int(newest.key.rpartition(".")[2]), newest.mtime, is_own
+
+    def take(self, store: Store, identity: SnapshotId, number: int, holder: str) -> bool:
+        """Take the lease of this number; False where another node was faster."""
+        crash_point("lease.before-take")
+        taken = store.put_if_absent(_lease_key(identity, number), holder.encode())
+        crash_point("lease.after-take")
+        return taken
+
+    def renew(self, store: Store, identity: SnapshotId, number: int, holder: str) -> None:
+        """Show that the holder is alive."""
+        store.put(_lease_key(identity, number), holder.encode())
+
+    def _holder_of(self, store: Store, key: str) -> bytes:
+        """Return what a lease says; it is read once."""
+        if key not in self._holders:
+            try:
+                self._holders = {key: store.get(key)}  # of the newest alone
+            except ObjectMissingError:
+                return b""
+        return self._holders[key]
+
+
+def _lease_key(identity: SnapshotId, number: int) -> str:
+    return f"{prefix_of(*identity)}/{_COMMITTER}{number:06d}"

@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from flashckpt.checkpoint.catalog import CheckpointInfo
-from flashckpt.checkpoint.history import read_history
+from flashckpt.checkpoint.history import read_history, read_series
 from flashckpt.checkpoint.retention import KEEP, keep, unkeep
 from flashckpt.checkpoint.root_records import TOMBSTONE, parse_prefix
-from flashckpt.checkpoint.series import read_series
 from flashckpt.errors import ConfigError, ObjectMissingError
 from flashckpt.faults import crash_point
 from flashckpt.storage.store import Store

@@ -170,12 +170,6 @@ def prune(store: Store, policy: Policy, *, dry_run: bool = False, now_s: float |
     """Delete the checkpoints that the policy does not keep; computed from storage alone.
 
     Reads names, and MANIFESTs only of the newest checkpoints and of those that the catalogue lacks, which are added.
-
-    Args:
-        store: The root.
-        policy: The checkpoints to keep.
-        dry_run: Delete nothing, only report.
-        now_s: Unix seconds (tests).
     """
     now = time.time() if now_s is None else now_s
     contents = read_contents(store, verify=0)

@@ -112,7 +112,6 @@ class CommittedEntry:
     """The facts that an entry gives of a committed checkpoint.
 
     Attributes:
-        manifest_bytes: Size of its MANIFEST.
         created_ms: Time of its commit, unix milliseconds.
         nbytes, world_size, writers, tensors, parent: As in `ManifestHeader`.
     """

@@ -40,10 +40,8 @@ class UncommittedFolder:
     """A folder without a checkpoint.
 
     Attributes:
-        prefix: Its name.
         data: Its objects but MANIFEST.
         age_s: Seconds since something was written into it.
-        is_deleted: Whether it holds a tombstone.
     """
 
     prefix: str

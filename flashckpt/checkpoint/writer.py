@@ -70,7 +70,6 @@ class PersistOptions:
     Attributes:
         pack_bytes: Size at which a pack is closed, bytes.
         compression: "off", "zstd", "zstd:LEVEL" or "auto" (decided from measured bandwidth).
-        threads: Threads that compress.
     """
 
     pack_bytes: int = PACK_BYTES

@@ -1,4 +1,4 @@
-"""What the commands share: opening roots, choosing a checkpoint, printing for people or programs."""
+"""What the commands share: opening roots, choosing a checkpoint and its numbers, printing for people or programs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+import numpy as np
 from click.shell_completion import CompletionItem
 
 from flashckpt.checkpoint.catalog import CheckpointInfo, list_checkpoints
@@ -19,6 +20,7 @@ from flashckpt.checkpoint.marks import NAME, names_of
 from flashckpt.checkpoint.root_records import read_generations
 from flashckpt.cli.output import FittingTable, OutputConsole
 from flashckpt.core.lineage import is_rolled_back
+from flashckpt.core.manifest import Manifest
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import ConfigError, FlashckptError, NoCheckpointError
 from flashckpt.printable import printable, to_json
@@ -29,6 +31,8 @@ from flashckpt.storage.store import Store
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _NUMBER = re.compile("[0-9]{1,20}")
+JUMP = 10.0
+"""By which factor the norm of a tensor must grow or shrink to be shown."""
 
 
 class Command(click.Command):
@@ -245,3 +249,51 @@ def human_age(seconds: float) -> str:
 def age_of(unix_s: float) -> str:
     """Return how long ago a unix time is."""
     return human_age(time.time() - unix_s)
+
+
+def numbers_of(manifest: Manifest) -> dict[str, dict[str, Any]]:
+    """Return by tensor its largest magnitude (None: not finite), its norm, and whether it became non-finite.
+
+    Integers, and tensors of a checkpoint of an earlier release, are left out.
+    """
+    figures, table = manifest.figures, manifest.table
+    if figures is None:
+        return {}
+    found = {}
+    for fqn in table.fqns:
+        rows = np.asarray(table.rows(fqn), np.int64)
+        rows = rows[figures.largest[rows] >= 0]
+        if not len(rows):
+            continue
+        largest = float(figures.largest[rows].max())
+        norm = float(np.sqrt(np.square(figures.norm[rows].astype(np.float64)).sum()))
+        finite = bool(np.isfinite(largest))
+        found[fqn] = {
+            "largest": largest if finite else None,
+            "norm": norm if finite and np.isfinite(norm) else None,
+            "suspect": bool(figures.suspect[rows].any()),
+        }
+    return found
+
+
+def words_of(numbers: dict[str, Any] | None) -> str:
+    """Return the figures of one tensor as people read them; "" for none."""
+    if numbers is None:
+        return ""
+    if numbers["suspect"]:
+        return "NOT FINITE, and was before"
+    if numbers["largest"] is None:
+        return "not finite, as in the first snapshot"
+    norm = "" if numbers["norm"] is None else f", norm {numbers['norm']:.3g}"
+    return f"up to {numbers['largest']:.3g}{norm}"
+
+
+def jumps(before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the tensors that became non-finite, or whose norm is JUMP times that of before, or a JUMPth."""
+    found = []
+    for fqn in sorted(before.keys() & after.keys()):
+        old, new = before[fqn]["norm"], after[fqn]["norm"]
+        became_bad = after[fqn]["suspect"] or (before[fqn]["largest"] is not None and after[fqn]["largest"] is None)
+        if became_bad or (old and new and not 1 / JUMP < new / old < JUMP):
+            found.append({"fqn": fqn, "norm": [old, new], "suspect": after[fqn]["suspect"]})
+    return found

@@ -9,9 +9,19 @@ import click
 from rich.console import Group
 
 from flashckpt.checkpoint.catalog import read_manifest
-from flashckpt.cli.common import Command, choose, complete_step, json_option, new_table, open_root, root_options, show
+from flashckpt.cli.common import (
+    Command,
+    choose,
+    complete_step,
+    json_option,
+    jumps,
+    new_table,
+    numbers_of,
+    open_root,
+    root_options,
+    show,
+)
 from flashckpt.cli.comparison import compare, same
-from flashckpt.cli.numbers import jumps, numbers_of
 from flashckpt.printable import counted, printable
 from flashckpt.restore.sources import StorageSource
 from flashckpt.storage.store import Store

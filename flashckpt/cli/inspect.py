@@ -13,8 +13,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from flashckpt.checkpoint.catalog import read_manifest
-from flashckpt.checkpoint.history import read_history, summary
-from flashckpt.checkpoint.incidents import read_incidents
+from flashckpt.checkpoint.history import read_history, read_incidents, summary
 from flashckpt.cli.common import (
     Command,
     age_of,
@@ -22,13 +21,14 @@ from flashckpt.cli.common import (
     human_bytes,
     json_option,
     new_table,
+    numbers_of,
     open_root,
     root_options,
     show,
     step_option,
+    words_of,
 )
 from flashckpt.cli.coverage import coverage_rows, coverage_table, parse_layout, plan_layout, plan_table
-from flashckpt.cli.numbers import numbers_of, words_of
 from flashckpt.cli.output import FittingTable
 from flashckpt.cli.replicas import lags
 from flashckpt.cli.status_page import in_short

@@ -17,8 +17,8 @@ from rich.text import Text
 
 from flashckpt.environment import env
 from flashckpt.errors import FlashckptError
+from flashckpt.nonfatal import fill_closed
 from flashckpt.printable import printable, to_json
-from flashckpt.streams import fill_closed
 
 _PIPE_WIDTH = 4000
 """Columns of output that is no terminal: programs such as grep want whole lines."""

@@ -13,8 +13,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from flashckpt.checkpoint.history import SessionRecord, read_history, summary
-from flashckpt.checkpoint.incidents import read_incidents
+from flashckpt.checkpoint.history import SessionRecord, read_history, read_incidents, summary
 from flashckpt.cli.common import Command, complete_job, json_option, open_root, show, tell_skipped
 from flashckpt.cli.replicas import replication
 from flashckpt.cli.status_page import MOST_VERDICTS, in_short, page, table

@@ -18,13 +18,15 @@ from flashckpt.cli.common import (
     choose,
     human_bytes,
     json_option,
+    jumps,
     new_table,
+    numbers_of,
     open_root,
     root_options,
     show,
     step_option,
+    words_of,
 )
-from flashckpt.cli.numbers import jumps, numbers_of, words_of
 from flashckpt.cli.progress import progress
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.errors import DamagedError, FlashckptError
@@ -98,10 +100,7 @@ def _odd_numbers(store: Store, there: Sequence[CheckpointInfo], result: dict[str
 def verify_checkpoint(store: Store, info: CheckpointInfo, advance: Callable[[int], None]) -> dict[str, Any]:
     """Read one checkpoint whole; return what was read and every range that does not match.
 
-    Args:
-        store: The root.
-        info: The checkpoint.
-        advance: Called with the bytes read, from several threads.
+    `advance` is called with the bytes read, from several threads.
     """
     result: dict[str, Any] = {"prefix": info.prefix, "step": info.step, "nbytes": 0, "damaged": []}
     if info.problem:

@@ -40,7 +40,6 @@ class Incident:
         unheard: Nodes whose account did not come in time.
         findings: What else is known: lines of kernels, persisters that fail, devices, differences of environment.
         action: What happens next: `restart`, `restart without that node`, `stop` or `continue`.
-        reason: Why.
         version: Of this schema.
     """
 

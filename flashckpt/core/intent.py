@@ -13,7 +13,6 @@ class NodeProposal:
 
     Attributes:
         ranks: Ranks whose slots lie on this node; the lowest one names the node.
-        world_size: Of their worker group.
         pinned: The snapshot it holds pinned, None while it waits for one.
         at_least: It asks all nodes for the first persist step from (generation, step) on: the highest wins.
         complete: All snapshots that every rank of this node holds now.
@@ -50,7 +49,6 @@ class Intent:
     """The leader's decision which snapshot the job persists.
 
     Attributes:
-        generation, step: The snapshot to persist.
         writers: Global ranks that write; the commit waits for their indexes.
         leader: Who decided, for people ("node0 pid 1234").
         created_s: Unix seconds.

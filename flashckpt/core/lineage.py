@@ -24,7 +24,6 @@ class Generation:
         number: Which one; 1 is the first.
         token: Random text of the claimer: tells two claims of one number apart, and "mine" after a lost answer.
         parent: The snapshot it was restored from; None on a fresh start, or where it ended before it had restored.
-        world_size: Its ranks.
         claimed: Whether the number is claimed on the root; if not, the persister does so before it persists.
         created_s: Time of the claim, unix seconds.
         line: Marks of the generations before it, nearest first, back to the last that was known to be claimed.
@@ -57,10 +56,6 @@ class SlotRecord:
 
     Attributes:
         rank: Global rank that took it.
-        node: Where it lies.
-        generation, step: Identity of the snapshot.
-        world_size: Ranks of its worker group.
-        layout_hash: Of its segment.
         parent: What its generation was restored from.
         suspect: Above 0 where numbers in it became non-finite.
         mark: Of its generation's token; 0 where an earlier release wrote it.

@@ -62,15 +62,12 @@ class Manifest:
     """Every shard of one rank's snapshot, or of a whole checkpoint: where its bytes are and their digests.
 
     Attributes:
-        job: Job id.
         generation: Of the worker group that took it.
         step: The optimizer step just completed.
         parent: (generation, step) this generation was restored from; None on a fresh start.
-        world_size: Ranks of the worker group.
         rank: Global rank; -1 in a merged MANIFEST.
         writers: Global ranks whose manifests make up the whole snapshot.
         coordinates: Mesh coordinate of `rank` by dimension name.
-        table: The shards.
         digests: np.uint64; chunk k of row i is at `table.first_chunk[i] + k`.
         values: Non-tensor state by key; None, bool, int, float, str, bytes, list, tuple, dict only.
         objects: Pack names that `table.object_id` points into; [] in a slot.
@@ -157,9 +154,7 @@ def encode_table(table: ShardTable) -> bytes:
 def encode_manifest(m: Manifest, *, table_bytes: bytes | None = None) -> bytes:
     """Return the manifest as bytes, header and digest included.
 
-    Args:
-        m: The manifest.
-        table_bytes: `encode_table(m.table)` from earlier; made here if None.
+    `table_bytes` is `encode_table(m.table)` from earlier, or None.
 
     Raises:
         UnsupportedStateError: A value is not of the allowed types; names its key.
@@ -229,9 +224,7 @@ def decode_manifest(buf: Any, *, rows: bool = True) -> Manifest:
 
     Unknown keys of a newer minor version are ignored.
 
-    Args:
-        buf: The bytes.
-        rows: Also its rows and figures, which cost most; else it has none.
+    Without `rows` it has no rows and figures, which cost most.
 
     Raises:
         DamagedError: Not a manifest, cut short, its digest does not hold, or its fields and rows contradict each other.

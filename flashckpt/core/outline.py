@@ -36,7 +36,6 @@ class Pattern:
 
     Attributes:
         fqns: Names of tensors; patterns of the same names share the list.
-        dtypes: Names of dtypes.
         fqn_id, kind: One entry per row: its name, and its kind.
         dtype_id, ndim: One entry per kind.
         global_shape, lengths, base, group: int64[kinds, most dimensions]. A box begins at `base` where `group` is 0, else at

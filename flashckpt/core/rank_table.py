@@ -19,9 +19,6 @@ class RankTimes:
 
     Attributes:
         rank, pid, step: The rank, and the last step that it did.
-        stage: Of its pipeline.
-        node, host: Where it is.
-        step_s: Seconds per step.
         seconds: Of each step, by phase (`shm.control.PHASES`, PROCESSOR): those that are known.
         slow: The phase in which it is named as slow; "" for none.
     """

@@ -134,10 +134,6 @@ def pack(record: Any, *, leave_out: Collection[str] = ()) -> dict[str, Any]:
     """Return the map of a record: each declared field, in the order of declaration, under its name.
 
     A field of another name in the map says so in its metadata (`{"key": ...}`).
-
-    Args:
-        record: A dataclass of the types that `unpack` knows.
-        leave_out: Fields that this kind of record does not carry.
     """
     kind: Any = type(record)
     return {key: getattr(record, name) for name, key, *_ in _schema(kind) if name not in leave_out}

@@ -210,12 +210,8 @@ class ManifestHeader:
     """What a MANIFEST says of itself at its start.
 
     Attributes:
-        job: Job id.
-        generation, step: Identity.
         parent: (generation, step) its generation was restored from.
-        world_size: Ranks of the worker group.
         writers: How many ranks wrote packs or values.
-        tensors: Number of global tensors.
         nbytes: Bytes of tensors, each counted once.
         suspects: Tensors with numbers that are not finite, and were before; not there where it is 0.
     """
@@ -240,10 +236,6 @@ def encode_manifest_header(summary: ManifestHeader) -> bytes:
 def read_frame(raw: memoryview, majors: Sequence[int] = (MAJOR, MAJOR_WITH_RANGES)) -> tuple[int, int]:
     """Return (bytes of the body, digest) that a manifest's frame names.
 
-    Args:
-        raw: Its first bytes.
-        majors: The versions that the caller reads.
-
     Raises:
         DamagedError: Not a manifest.
         FormatVersionError: Written by another major version.
@@ -265,9 +257,7 @@ def read_frame(raw: memoryview, majors: Sequence[int] = (MAJOR, MAJOR_WITH_RANGE
 def decode_manifest_header(start: Any, object_bytes: int) -> ManifestHeader | None:
     """Return the summary in the first HEAD_BYTES of a MANIFEST; None where it has none (format 1.0).
 
-    Args:
-        start: The first bytes of the object, all of it where it is smaller.
-        object_bytes: Its size, compared with what the frame names.
+    `object_bytes` is compared with what the frame names.
 
     Raises:
         DamagedError: Not a MANIFEST, truncated, or the summary's digest does not hold.

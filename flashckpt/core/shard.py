@@ -264,10 +264,8 @@ def hash_rows(fqns: Sequence[str], kinds: Sequence[bytes], numbers: npt.NDArray[
     What is hashed is one msgpack array of rows, put together by hand: packing nested lists costs microseconds a row.
     All is joined as text, one character for each byte: a name is ASCII as a rule, and then is its own encoding.
 
-    Args:
-        fqns: The names.
-        kinds: What `hashed_part` returns of the shards; each once is enough.
-        numbers: np.int64[len(fqns)]; the place of each row's part in `kinds`.
+    `numbers`, np.int64[len(fqns)], gives the place of each row's part in `kinds`, which are what `hashed_part`
+    returns.
     """
     count, names = len(fqns), fqns
     header: bytes = msgpack.Packer().pack_array_header(count)

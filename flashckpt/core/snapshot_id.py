@@ -45,10 +45,6 @@ class SnapshotRequest:
     """Everything that a slot and a manifest say beside tensors and values.
 
     Attributes:
-        id: Generation and step.
-        job: Job id.
-        rank: Global rank.
-        world_size: Ranks of the worker group.
         coordinates: Mesh coordinate of `rank` by dimension name; {} without a mesh.
         parent: The snapshot that this generation was restored from; None on a fresh start.
         persist: It is to become a checkpoint on storage.

@@ -175,7 +175,6 @@ class SlotHeader:
 
     Attributes:
         sequence: Counts every header written to this slot; 0 for one never written.
-        generation, step: The snapshot id.
         state: EMPTY, WRITING or COMPLETE.
         world_size, rank: Of the worker group that took it; global rank.
         persist: A persist step: the daemon writes it to storage.

@@ -42,7 +42,6 @@ class Read(NamedTuple):
     Attributes:
         target: Row of the wanted table.
         source: Index of the source table.
-        row: Row of that table.
         box: In the index space of the global tensor.
     """
 
@@ -125,11 +124,7 @@ class _Pairs(NamedTuple):
 def match(wanted: ShardTable, left: Ints, held: ShardTable, *, name: str) -> Match:
     """Return what table `held` has of rows `left` of `wanted`.
 
-    Args:
-        wanted: The wanted shards.
-        left: Rows of it that nothing was planned for yet, ascending; none is empty.
-        held: The table that is read from.
-        name: What to call it in an error.
+    `left` ascend, and none of them is empty.
 
     Raises:
         TensorMismatchError: A tensor has another dtype or global shape there.

@@ -19,9 +19,6 @@ class HeldSlot(NamedTuple):
 
     Attributes:
         rank: Global rank that took it.
-        generation, step: Its snapshot id.
-        world_size: Ranks of its worker group.
-        layout_hash: Of its segment.
         parent: What its generation was restored from.
         suspect: Above 0 where numbers in it became non-finite; 2: in what no other rank holds.
         mark: Of its generation's token (`core.digest.mark_of`).
@@ -208,11 +205,6 @@ def counting_marks(
 
     One that is claimed on the root does, unless nothing came of the claim: alone, it must never hide a snapshot. Else, of
     several, one of a node that ran until now, then the one that came farthest. None does that others have overtaken.
-
-    Args:
-        nodes: What they hold.
-        claims: Of the root.
-        committed: Numbers of generations of which the root holds a checkpoint.
     """
     claimed = {one.number: mark_of(one.token) for one in claims}
     used = {one.number for one in claims if one.parent is not None} | {*committed}

@@ -33,7 +33,6 @@ class Pack:
         runs: (start, stop) in the slot's data area, bytes, in the order they are written.
         rows: Rows of the slot's table, by ascending place in the pack.
         offsets: Place of each of those rows in the pack, bytes.
-        nbytes: Size of the pack.
     """
 
     runs: tuple[tuple[int, int], ...]

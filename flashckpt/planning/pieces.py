@@ -47,7 +47,6 @@ class Pieces:
     """Parts of reads, each in whole chunks of one row: one entry per piece in each column, all int64.
 
     Attributes:
-        plan: What they are pieces of.
         read: Place of the read in the plan.
         target, source, row: As in the plan.
         start, stop: The chunks in the row: `start` is a multiple of CHUNK_BYTES, `stop` too or the end of the row.
@@ -131,10 +130,7 @@ def cut_pieces(plan: ReadPlan, without: frozenset[SourceRow] = frozenset(), *, m
 
     Each chunk that a read touches is in exactly one piece of it; no other chunk is in any.
 
-    Args:
-        plan: The plan.
-        without: Rows that may not be used in place of these.
-        max_runs: Most runs of one piece.
+    `without` are rows that may not be used in place of these.
     """
     is_run, source_start, target_start = _single_runs(plan)
     single = _cut_single(plan, np.flatnonzero(is_run), source_start, target_start)
@@ -292,7 +288,6 @@ class Runs:
     Args:
         source_starts: First byte of each run in the source shard, int64.
         target_starts: First byte of each run in the wanted shard, int64.
-        nbytes: Bytes of every run.
     """
 
     source_starts: Ints

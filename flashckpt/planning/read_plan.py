@@ -31,7 +31,6 @@ class ReadPlan:
     """All reads that fill the wanted shards, in the order of the wanted shards: one entry per read in each column.
 
     Attributes:
-        wanted: The wanted shards.
         sources: The tables that are read from.
         target, source, row: int64[n], as in `Read`.
         offsets, lengths: int64[n, most dimensions], the boxes; behind a box's last dimension 0 and 1.
@@ -135,11 +134,7 @@ def plan_gaps(
 ) -> ReadPlan:
     """Return the reads that fill parts of wanted shards: for what turned out to be unusable where it was planned from.
 
-    Args:
-        wanted: As in `plan_reads`.
-        gaps: The parts.
-        sources: Tables to read from, nearest first.
-        without: Rows that may not be used.
+    `sources` come nearest first; rows in `without` may not be used.
     """
     parts: list[Reads] = []
     rest = [gap for gap in gaps if not gap.box.is_empty]

@@ -85,11 +85,9 @@ class RestoreRequest:
     """What the caller of `restore()` wants.
 
     Attributes:
-        root: Root URL to read from.
         step, generation: Only these, or None for the newest.
         only: A pattern over names, or None.
         strict: Names that no source has are an error.
-        fresh: Nothing: start fresh.
     """
 
     root: str
@@ -220,11 +218,7 @@ def select(
 ) -> Candidates:
     """Return everything that could be restored, newest first, what is suspect last; the same on every rank.
 
-    Args:
-        inventories: Of all ranks, in rank order.
-        root: What the root knows; empty where it was not asked.
-        step: Only this step.
-        generation: Only this generation.
+    `inventories` are in rank order; `root` is empty where it was not asked.
     """
     nodes = {name: index for index, name in enumerate(node_names(inventories))}
     by_node = {i.node: i for i in reversed(inventories)}  # ranks of one node see the same: the lowest speaks for it

@@ -59,13 +59,7 @@ class AbsentKey:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AbsentBlock:
-    """State that is still to be made, the same for each of several parameters of one kind.
-
-    Attributes:
-        optimizer, group: Whose state it is.
-        params: The parameters.
-        keys: What each of them lacks.
-    """
+    """State that is still to be made, the same for each of several parameters of one kind."""
 
     optimizer: torch.optim.Optimizer
     group: Mapping[str, Any]
@@ -102,12 +96,7 @@ class AbsentBlock:
 
 @dataclass(frozen=True, eq=False)
 class AbsentState:
-    """All of it, block by block.
-
-    Attributes:
-        blocks: The blocks.
-        are_distinct: No name is known to be there twice.
-    """
+    """All of it, block by block."""
 
     blocks: Sequence[AbsentBlock] = ()
     are_distinct: bool = False
@@ -183,15 +172,7 @@ def _recorded_keys(label: str, names: SourceNames) -> list[str]:
 
 @dataclass(frozen=True)
 class _StateSearch:
-    """A search for the state of some parameters of one optimizer.
-
-    Attributes:
-        label: Track name of the optimizer.
-        params: Names of the parameters.
-        names: Of the sources.
-        suffix: Of this rank.
-        exact: As in `absent_state`.
-    """
+    """A search for the state of some parameters of one optimizer."""
 
     label: str
     params: Sequence[str]
@@ -283,15 +264,7 @@ def _key(param: torch.Tensor, key: str, fqns: Sequence[str], names: SourceNames)
 
 
 def key_of_kind(param: torch.Tensor, key: str, fqns: Sequence[str], kind: Kind, form: Form = USUAL) -> AbsentKey:
-    """Return one key of state that parameters lack.
-
-    Args:
-        param: One of the parameters, which are all of one kind.
-        key: The key.
-        fqns: Its names in the sources, one for each parameter.
-        kind: Dtype and shape of each.
-        form: How each lies beside its parameter.
-    """
+    """Return one key of state that parameters lack."""
     is_beside = kind.global_shape == tuple(param.shape) and form[0] in ("", optimizer_entries.LOCAL)
     like = param if is_beside else torch.empty(kind.global_shape, device="meta")
     return AbsentKey(key=key, fqns=fqns, kind=kind, boxes=boxes_of(fqns[0], like), form=form)

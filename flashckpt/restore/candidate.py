@@ -47,13 +47,9 @@ class Attempt:
     """What all steps of one candidate are about.
 
     Attributes:
-        tracked: The live objects.
         state: What they consist of now, or why that cannot be said: raised by the first step that needs it, so that this
             rank votes like any other.
-        request: What the caller asked for.
-        candidate: What is tried.
         locations: Every slot that holds it, the same list on every rank; empty on one node.
-        node: Index of this rank's node.
         phases: Counts seconds.
         own: The segment that this process owns, if any.
     """
@@ -99,12 +95,9 @@ class Prepared:
     """A candidate with everything that is known before the first byte is read.
 
     Attributes:
-        sources: What it is read from.
-        values: Its non-tensor state.
         required: What this rank requires of it.
         plan: Which bytes of which source fill that: of `sources.all`, in their order.
         program: How the program that took the snapshot compares with this one.
-        only: What is wanted of it.
         comparison: Names that the sources have, and names that this rank has.
         left_behind: Names that the sources have and no rank has.
     """
@@ -135,13 +128,7 @@ def read_state(tracked: StateRegistry, phases: Phases) -> LiveState | Rejection:
 
 
 def prepare(attempt: Attempt, sources: CandidateSources, *, exact: bool, named_by: Sequence[Source]) -> Prepared:
-    """Find what is required of the sources and plan it.
-
-    Args:
-        attempt: The candidate.
-        sources: What it is read from.
-        exact: `named_by` may not be all of the snapshot; see `requirements`.
-        named_by: The sources whose names and values count.
+    """Find what is required of the sources and plan it; the names and values of `named_by` count, see `requirements` for `exact`.
 
     Raises:
         TensorMismatchError: A live tensor has another dtype or shape than the candidate's, or an optimizer other groups.

@@ -117,12 +117,7 @@ def restore_candidate(
 ) -> RestoreReport | Rejected:
     """Fill live state from one candidate, if every rank can. Collective: two votes, more where nodes exchange.
 
-    Args:
-        attempt: The candidate.
-        segments: Of this node.
-        checkpoint: The candidate on the root; None where it is not there.
-        inventories: Of all ranks.
-        stack: Closes everything that is opened.
+    `stack` closes everything that is opened.
 
     Raises:
         DisagreementError: Another rank tries another candidate.

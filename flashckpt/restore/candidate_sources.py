@@ -17,13 +17,13 @@ import numpy as np
 from flashckpt import collectives
 from flashckpt.checkpoint import catalog
 from flashckpt.checkpoint.catalog import manifest_from, read_manifest_bytes
-from flashckpt.checkpoint.ranged_reads import with_values
 from flashckpt.checkpoint.retention import leased
+from flashckpt.checkpoint.spread_reads import read_part, with_values
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.schema import HEADER, figures_from
-from flashckpt.core.shard_table import columns_of, raw_bytes, table_from_columns
+from flashckpt.core.shard_table import ShardTable, columns_of, raw_bytes, table_from_columns
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.core.spread import Spread, is_spread
+from flashckpt.core.spread import IndexEntry, Spread, is_spread
 from flashckpt.core.values import pack_values, ranged_from, unpack_values
 from flashckpt.errors import FlashckptError, NoCheckpointError
 from flashckpt.framing import frame, split
@@ -31,7 +31,6 @@ from flashckpt.planning.selection import Candidate, SlotLocation
 from flashckpt.report import guarded
 from flashckpt.restore.peers import PeerSource
 from flashckpt.restore.sources import MemorySource, Source, StorageSource
-from flashckpt.restore.spread_source import SpreadSource
 from flashckpt.restore.votes import Rejection, attempted
 from flashckpt.shm.segment import Pin, Segment
 from flashckpt.storage.store import Store
@@ -72,7 +71,6 @@ class Checkpoint(NamedTuple):
 
     Attributes:
         root, options: The root, and how to open it.
-        prefix: Folder of the checkpoint.
         nbytes: Of MANIFEST; 0 where rank 0 could not read it.
         manifest: MANIFEST as rank 0 read it; empty where it is shared, or was not read.
         shared: Where the first rank of this node has it decoded; empty where it has not.
@@ -359,3 +357,34 @@ def _places(sizes: list[int]) -> Iterator[int]:
     for nbytes in sizes:
         yield at
         at += -(-nbytes // _ALIGNED) * _ALIGNED
+
+
+class SpreadSource(StorageSource):
+    """A checkpoint whose MANIFEST names indexes: `manifest` has all names, and after `bring` the rows that were asked for.
+
+    Where the layout has not changed these are in the index of this rank's node.
+
+    Args:
+        owner: The only rank whose values in ranges are asked for.
+    """
+
+    manifest: Manifest
+
+    def __init__(self, store: Store, spread: Spread, prefix: str, owner: str) -> None:
+        self._store, self._folder = store, prefix
+        self._spread = replace(spread, head=with_values(store, prefix, spread.head, owner=owner))
+        self._entries: list[IndexEntry] = []
+        super().__init__(store, read_part(store, prefix, self._spread, []), prefix)
+
+    def bring(self, wanted: ShardTable | None) -> None:
+        """See StorageSource; DamagedError, StoreError or RootError where an index cannot be read."""
+        entries = list(self._spread.indexes) if wanted is None else self._spread.near(wanted)
+        if not set(entries) <= set(self._entries):
+            self.manifest = read_part(self._store, self._folder, self._spread, entries)
+            self._entries = entries
+
+    def bring_both(self, aliases: Mapping[str, str]) -> None:
+        """See StorageSource."""
+        known = self._spread.outline.kinds
+        if any(one in known and other in known for one, other in aliases.items()):
+            self.bring(None)

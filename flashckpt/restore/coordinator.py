@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from flashckpt.core.lineage import BEGINNING, Generation
+from flashckpt.core.settings import checked
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.errors import FlashckptError, StoreError, may_pass
+from flashckpt.errors import ConfigError, FlashckptError, StoreError, may_pass
 from flashckpt.planning.inventory import Inventory, is_restart, local_world, memory_is_current, node_names
 from flashckpt.planning.selection import (
     Candidate,
@@ -39,7 +41,9 @@ from flashckpt.restore.executor import Phases, collector_paused
 from flashckpt.restore.gather import Patience
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Segment
+from flashckpt.state.placement import current_world, trainable
 from flashckpt.state.registry import StateRegistry
+from flashckpt.storage.factory import check_options, root_url
 
 _log = guarded(logging.getLogger("flashckpt"))
 
@@ -52,9 +56,7 @@ class RestoreOutcome:
 
     Attributes:
         report: None on a fresh start.
-        record: The generation that begins.
         superseded: Id of the checkpoint on storage that was restored from, or None.
-        inventories: Of all ranks.
     """
 
     report: RestoreReport | None
@@ -86,11 +88,7 @@ class RestoreCoordinator:
     """One restore of one rank. Call `gather`, then `run`; or `read` alone.
 
     Attributes:
-        tracked: The live objects.
         directory: The job's memory on this node; None reads the root alone.
-        options: Storage options.
-        request: What is wanted.
-        phases: Seconds by phase.
         patience: With storage that cannot be reached now.
     """
 
@@ -316,3 +314,49 @@ def _refuse_emptied_root(request: RestoreRequest, inventories: Sequence[Inventor
     found = select(inventories, root)
     if (missing := missing_on_root(inventories, root, found)) is not None:
         raise emptied(request.root, missing, found)
+
+
+class Reader:
+    """Reads checkpoints and changes nothing: for evaluation, export, another program. Made by `readonly`."""
+
+    def __init__(self, root: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> None:
+        self._root, self._options = root_url(root), checked("storage_options", storage_options)
+        check_options(self._root, self._options)
+        self._things: dict[str, Any] = {}
+        self._mesh: Any = None
+
+    def track(self, *, mesh: Any = None, **things: Any) -> None:
+        """Name the objects to fill, as `Checkpointer.track`; its other settings are of runs that take snapshots.
+
+        Raises:
+            ConfigError: One of them is given.
+        """
+        if settings := [name for name in ("rng", "replicated_over", "fenced", "exclude") if name in things]:
+            raise ConfigError(
+                f"readonly() has no {settings[0]}= in track()",
+                found=f"{settings[0]}={things[settings[0]]!r}",
+                expected="mesh=, and the objects to fill by name",
+                state="Nothing was read.",
+                remedy="leave it out: random state belongs to the run that continues, and what is not tracked stays as it is",
+            )
+        self._mesh = mesh if mesh is not None else self._mesh
+        self._things |= things
+
+    def restore(
+        self,
+        step: int | None = None,
+        generation: int | None = None,
+        only: str | None = None,
+        strict: bool = True,
+    ) -> RestoreReport:
+        """Fill the tracked objects from storage. Collective; arguments and errors as `Checkpointer.restore`.
+
+        Raises:
+            NoCheckpointError: There is none.
+        """
+        tracked = StateRegistry(current_world(self._mesh))
+        for name, thing in self._things.items():
+            tracked.add(name, thing)
+        request = RestoreRequest(root=self._root, step=step, generation=generation, only=only, strict=strict)
+        with trainable(tracked.parts()):
+            return RestoreCoordinator(tracked=tracked, directory=None, options=self._options, request=request).read()

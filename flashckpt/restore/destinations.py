@@ -28,12 +28,7 @@ _copy_holding_gil.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A wanted shard and the memory it goes to.
-
-    Args:
-        shard: The wanted box.
-        buffer: Its writable bytes, row-major, `shard.nbytes` of them.
-    """
+    """A wanted shard and the memory it goes to."""
 
     shard: Shard
     buffer: memoryview

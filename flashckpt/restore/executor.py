@@ -108,7 +108,6 @@ class RestoreCounts:
         requests: Reads that were asked of sources, by tier.
         fallback_bytes: Bytes that had to come from another source than planned.
         damaged: One sentence per range that could not be used.
-        threads: Threads that worked.
     """
 
     needed_bytes: dict[str, int] = field(default_factory=dict)

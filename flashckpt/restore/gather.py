@@ -28,10 +28,9 @@ from flashckpt.faults import crash_point
 from flashckpt.planning.inventory import HeldSlot, Inventory, Member, unpack_all
 from flashckpt.planning.selection import Candidates, RestoreRequest, RootSummary, refuse_damage, require_same_request
 from flashckpt.report import guarded
-from flashckpt.shm.agent_folder import agent_folder, bad_steps, has_missed, note_waiting, read_job
+from flashckpt.shm.agent_folder import agent_folder, bad_steps, has_missed, note_waiting, ranks_key, read_job
 from flashckpt.shm.control import Control, ControlView
 from flashckpt.shm.job_directory import JobDirectory
-from flashckpt.shm.job_key import ranks_key
 from flashckpt.shm.segment import Segment
 from flashckpt.shm.segment_file import boot_id
 from flashckpt.state.placement import World
@@ -44,12 +43,7 @@ def gather(
 ) -> list[Inventory]:
     """Publish what this node has; return what all have. Collective.
 
-    Args:
-        directory: The job's memory on this node.
-        request: What this rank was asked for.
-        options: Storage options.
-        need_bytes: Bytes of one slot of this rank that are not reserved yet.
-        free_bytes: Room on the node.
+    `need_bytes` are those of one slot of this rank that are not reserved yet, `free_bytes` the room on the node.
 
     Raises:
         DamagedError: A node's record of its generation cannot be read, and the root does not have it. On every rank.

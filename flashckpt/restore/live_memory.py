@@ -34,7 +34,6 @@ class LiveMemory:
     """Where the rows of some requirements go.
 
     Attributes:
-        destinations: Of all rows.
         in_values: The tensors that values consist of, by name.
         staged: What is copied to its place by `finish`.
         device_rows: Those of the destinations that lie on a device; None where none does.

@@ -58,8 +58,6 @@ class PeerSource:
     """A slot in another node's memory: what of it was asked for, filled round by round.
 
     Args:
-        slot: Number of the slot.
-        location: Where it lies.
         manifest: Of the rows that its holder sent; their places count in the slot's data.
     """
 
@@ -144,8 +142,6 @@ class Peers:
         group: Carries host memory between the ranks.
         locations: Every slot that holds the snapshot, the same list on every rank.
         held: What this rank answers for: slot number -> (its pin, its manifest).
-        rank: This rank.
-        node: Its node.
     """
 
     def __init__(
@@ -305,12 +301,7 @@ class Peers:
 
 
 class PeerExchange:
-    """What `execute` does about jobs that other nodes hold: one round of all ranks after another. See Peers.
-
-    Args:
-        peers: Of the snapshot.
-        sources: What jobs count their sources in.
-    """
+    """What `execute` does about jobs that other nodes hold: one round of all ranks after another. See Peers."""
 
     def __init__(self, peers: Peers, sources: Sequence[Source]) -> None:
         self._peers = peers

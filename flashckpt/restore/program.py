@@ -69,12 +69,7 @@ def compare(
 ) -> Program:
     """Compare the program with that of a snapshot. Nothing is written.
 
-    Args:
-        tracked: The live objects.
-        recorded: Gives the values under a key, of all ranks.
-        find: Gives the value under a key, as this rank sees it.
-        names: Of the tensors of the snapshot.
-        only: What is asked for.
+    `recorded` gives the values under a key of all ranks, `find` the one that this rank sees.
     """
     program, records = Program(), [one for one in recorded(group_lists.KEY) if isinstance(one, dict)]
     remedy = _remedy(tracked)

@@ -41,12 +41,7 @@ class LiveRows:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LiveState:
-    """The tracked objects and their tensors as they are now; read again once a restore has made state.
-
-    Attributes:
-        tracked: The objects.
-        layout: Their tensors, and where their bytes lie.
-    """
+    """The tracked objects and their tensors as they are now; read again once a restore has made state."""
 
     tracked: StateRegistry
     layout: StateLayout
@@ -84,7 +79,6 @@ class Requirements:
         live: The first rows, of live tensors.
         absent: State to allocate; its rows come next.
         in_values: Names of tensors that values consist of, one row each; theirs come last.
-        missing: Names that no source has.
         is_foreseen: The sources have just the names that were planned: see `foreseen_state`.
         unnamed: What these sources do not name although the snapshot may have it; found only on request.
     """
@@ -251,14 +245,7 @@ class ForeseenState:
 def foreseen_state(
     tracked: StateRegistry, live: StateLayout, names: SourceNames, manifests: Sequence[Manifest]
 ) -> ForeseenState | None:
-    """Return the state that the live optimizers lack; None where it has to be searched by name.
-
-    Args:
-        tracked: The live objects.
-        live: Their tensors as they are now.
-        names: Of the sources.
-        manifests: Of the sources.
-    """
+    """Return the state that the live optimizers lack; None where it has to be searched by name."""
     foreseen = tracked.foreseen()
     layout = live if foreseen is None else foreseen.layout
     if not manifests or names.forms or not _are_named_alike(manifests, layout):
@@ -289,12 +276,7 @@ def foreseen_state(
 
 
 def _held_rows(live: StateLayout, places: Ints) -> tuple[Ints, Ints]:
-    """Return the rows of live tensors, without those that objects return for each snapshot, and their places.
-
-    Args:
-        live: The live tensors.
-        places: Where the names of all of them stand among the planned ones.
-    """
+    """Return the rows of live tensors, without those that objects return for each snapshot, and their places."""
     structure = live.structure
     if not structure.fresh:
         return np.arange(len(live.table)), places

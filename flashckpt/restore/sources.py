@@ -125,7 +125,6 @@ class MemorySource:
 
     Args:
         segment: An attached segment; it may be closed afterwards.
-        slot: Index of the slot.
         identity: (generation, step) that the slot must hold; any if None.
         owner: The same segment where this process owns it: its mapping is read, which later snapshots need anyway. It stays
             open for as long as this object is.
@@ -232,7 +231,6 @@ class StorageSource:
     """A committed checkpoint, or one writer's packs of it, on storage.
 
     Args:
-        store: The opened root.
         manifest: A MANIFEST, or the index of one writer; its `objects` are keys below `prefix`.
         prefix: Folder of the checkpoint, e.g. "step-000000120.g3".
     """

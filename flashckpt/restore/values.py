@@ -111,7 +111,6 @@ class Applied(NamedTuple):
     """What became of the values.
 
     Attributes:
-        missing: Names that were missing.
         reseeded: Generators that were seeded from (step, rank).
         overruled: In words, settings that the program has changed and the snapshot has set again.
     """

@@ -130,10 +130,6 @@ class Ballot:
 def hold(vote: Vote, rejection: Rejection | None = None) -> Ballot:
     """Exchange votes. Collective.
 
-    Args:
-        vote: This rank's.
-        rejection: The error behind it.
-
     Raises:
         DisagreementError: Another rank tries another candidate; names it. On every rank.
         TensorMismatchError: What some rank has is of another form than the candidate's, or an object does not take its
@@ -180,7 +176,6 @@ class NameComparison:
     Attributes:
         foreign: Of the sources', those that this rank has not.
         count: How many names this rank has, or somewhat more.
-        find_own: Returns them.
     """
 
     foreign: frozenset[str]
@@ -198,12 +193,7 @@ def compare_names(
 ) -> NameComparison:
     """Compare the names that sources have with those that this rank has: what is unexpected follows from all ranks'.
 
-    Args:
-        live: The state that is to be filled.
-        names: Of the sources.
-        manifests: Of the sources.
-        required: What is read from them: those names are this rank's.
-        only: A pattern over names, or None.
+    Names in `required` are read from them, and so this rank's.
     """
     tracked = live.tracked
     unknown = {name for manifest in manifests for name in _unknown_values(tracked, manifest)}
@@ -326,11 +316,6 @@ def names_nowhere(mine: Iterable[str], own: Iterable[str], *, counts: Sequence[i
 
     Every rank marks its names in a table, and the tables become one: nothing is sent by name, whatever the world. A
     name that is taken for another's (less than once in a thousand) is not reported; none is reported wrongly.
-
-    Args:
-        mine: Names that this rank does not have.
-        own: Names that it has.
-        counts: Number of the names that each rank has.
     """
     if collectives.is_alone():
         return sorted(mine)
@@ -350,11 +335,6 @@ def _bits(name: str, size: int) -> npt.NDArray[np.int64]:
 
 def refuse_unexpected(names: Sequence[str], count: int, what: str) -> None:
     """Raise the error for names that no rank has, if there are any.
-
-    Args:
-        names: Some of them.
-        count: How many there are.
-        what: Which snapshot or checkpoint has them.
 
     Raises:
         UnexpectedStateError: There are.

@@ -18,9 +18,8 @@ from flashckpt.core.settings import Settings, tracking_settings
 from flashckpt.environment import env
 from flashckpt.errors import ConfigError
 from flashckpt.report import RestoreReport, guarded, notice, show_own_errors_plainly
-from flashckpt.restore.coordinator import RestoreCoordinator, RestoreRequest
+from flashckpt.restore.coordinator import Reader, RestoreCoordinator, RestoreRequest
 from flashckpt.restore.executor import collector_paused
-from flashckpt.restore.reader import Reader
 from flashckpt.session.coverage import UntrackedOptimizers, coverage
 from flashckpt.session.opening import Opening
 from flashckpt.session.session import Session

@@ -174,9 +174,6 @@ class UntrackedOptimizers:
 
     One that steps beside a tracked optimizer of the same parameters, or is inside of a tracked object, is their affair.
 
-    Args:
-        tracked: What is tracked, all of it.
-
     Attributes:
         others: Those that took a step since the last `check()` and are not tracked.
     """

@@ -32,9 +32,6 @@ class Skips:
     Until the session has its first snapshot, a skipped one is retried 1, 2, 4, 8, ... steps later and not only at
     the next regular step: memory that is being prepared is ready soon. The steps are the same on all ranks, so
     that their snapshots are common; a rank that skipped nothing joins if it sees that another rank did.
-
-    Args:
-        generation: The session's generation.
     """
 
     def __init__(self, generation: int) -> None:
@@ -92,10 +89,8 @@ class Wanted:
     """The steps that one rank needs to have on storage.
 
     Attributes:
-        generation: The session's generation.
         owed: Persist step whose snapshot was skipped or discarded: the next snapshot is persisted in its place.
         taken: Newest snapshot that was taken to be persisted.
-        discards: Snapshots discarded so far.
         why: Which one was discarded last, and why; "" if none was.
         restored: Snapshot that the session began with, if it was in memory and so may not be on storage.
         due: The newest persist step up to it; 0 where there is none.

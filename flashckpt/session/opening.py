@@ -22,7 +22,6 @@ from flashckpt.accelerator import index_of
 from flashckpt.core.lineage import BEGINNING
 from flashckpt.core.settings import Settings
 from flashckpt.environment import env
-from flashckpt.errors import FlashckptError
 from flashckpt.native import IMPLEMENTATIONS, implementation
 from flashckpt.planning.inventory import Inventory, local_world
 from flashckpt.planning.odd_node import odd_node
@@ -47,7 +46,7 @@ from flashckpt.state import replication, samplers
 from flashckpt.state.registry import StateRegistry
 from flashckpt.state.state_layout import MemoryNeed, StateLayout, need_of
 from flashckpt.state.structure import in_order
-from flashckpt.storage.factory import earlier_job_id, place_of, root_digest
+from flashckpt.storage.factory import place_of, root_digest
 
 _logger = logging.getLogger("flashckpt")
 _log = guarded(_logger)
@@ -60,8 +59,6 @@ class Opening:
     """The opening of one job on one rank. Collective.
 
     Args:
-        tracked: The tracked objects.
-        settings: The checkpointer's settings.
         request: The parts of this job to restore.
         begins_fresh: The state was filled from elsewhere: nothing of this job is restored.
     """
@@ -207,23 +204,9 @@ class Opening:
         )  # fmt: skip
         if self.tracked.world.rank == 0 and (place := place_of(self.settings.root, self.settings.storage_options)):
             notice(_logger, "checkpoints: %s at %s", self.settings.root, place)
-        self._say_what_is_left()
         if self.settings.replicate:
             text = "replicas: none, the job has one node" if self.partnering is None else self.partnering.text
             notice(_logger, "%s", text, is_shown=self.tracked.world.rank == 0)
-
-    def _say_what_is_left(self) -> None:
-        """Name the memory that this job left on this node under the id of an earlier release."""
-        settings = self.settings
-        if (old := earlier_job_id(settings.job, settings.root)) is None:
-            return
-        with contextlib.suppress(FlashckptError, OSError):
-            config = JobDirectory.open(old, create=False).read_config()
-            if config is not None and config.root == settings.root:
-                _log.warning(
-                    "the id of job %s is now %s: to restore from the memory under its old id, start once with FLASHCKPT_JOB_ID=%s; flashckpt gc frees that memory",
-                    old, settings.job, old,
-                )  # fmt: skip
 
 
 def locked(slot_bytes: int) -> str:
@@ -242,11 +225,7 @@ class OpenedJob:
     """A job after its restore, on one rank.
 
     Attributes:
-        tracked: The tracked objects.
         directory: The job's directory on this node.
-        memory: The segments of this rank.
-        settings: The checkpointer's settings.
-        outcome: The restore's outcome.
         plan: Made before the restore, where it still is one for the state; else None.
         mates: Global ranks of this node, ascending.
         partnering: Who keeps replicas of whom; None without replication.
@@ -287,7 +266,6 @@ class NodePlace:
     Attributes:
         lease: Shows that the job is running; ends with this process.
         control: The page that agent, daemon and ranks share.
-        row: This rank's row in it.
         watermark: Which snapshots this rank, and all ranks, hold.
         relay: Carries that between the nodes; of the first rank of each, None elsewhere and on a single node.
         owner: Supervises the persister; of the first rank of each node where no agent does.

@@ -41,9 +41,7 @@ class Session:
     """What `Checkpointer` delegates to between restore and close; `Session.start` makes one.
 
     Attributes:
-        tracked: The tracked objects.
         directory: Of the job on this node.
-        memory: The segments of this rank.
         outcome: Of the restore that it began with.
         mates: Global ranks of this node, ascending; the first one writes the node's records.
         stats: Counters and seconds, for people and benchmarks.

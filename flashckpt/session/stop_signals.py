@@ -140,11 +140,7 @@ class DeferredSignals:
 
 
 class WorkerLoop:
-    """torch's loop of a loader worker, which a worker that is spawned finds with the stop signals of its rank.
-
-    Attributes:
-        inner: torch's.
-    """
+    """torch's loop of a loader worker, which a worker that is spawned finds with the stop signals of its rank."""
 
     def __init__(self, inner: Callable[..., None], place: tuple[str, int, tuple[int, ...]]) -> None:
         self.inner, self._place = inner, place

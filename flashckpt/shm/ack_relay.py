@@ -58,12 +58,9 @@ class AckRelay:
     """The relay of one node; `turn` is one round of it.
 
     Args:
-        control: The node's control file.
         store: Of the process group.
-        generation: Of the worker group.
         firsts: The first rank of every node, ascending.
         first: The first rank of this node.
-        local_world_size: Ranks of this node.
         messages: Of the node's persister; None: the relay carries acknowledgements alone.
     """
 
@@ -175,11 +172,7 @@ def _may_become_common(job: GroupAcks, identities: Iterable[SnapshotId]) -> bool
 
 
 class RelayThread:
-    """Turns a relay: at once after a publication, then ever more rarely until there is nothing more to learn.
-
-    Args:
-        relay: Of this node.
-    """
+    """Turns a relay: at once after a publication, then ever more rarely until there is nothing more to learn."""
 
     def __init__(self, relay: AckRelay) -> None:
         """Starts the thread."""

@@ -170,8 +170,6 @@ class SnapshotAcks:
     """This rank's side: publish what it holds, read what all ranks hold.
 
     Args:
-        control: The node's control file.
-        local_rank: This rank's row.
         rank, world_size, generation: This rank's, the worker group's.
         local_world_size: Ranks of this node, rows 0 to local_world_size - 1 of the control file.
         restored: Id of the snapshot *in memory* that this generation was restored from.

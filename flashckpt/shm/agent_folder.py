@@ -1,12 +1,18 @@
-"""The folder of a dlrun agent: what its ranks leave there for it (job, permanent error, display), and their key. Torch-free."""
+"""The folder of a dlrun agent: what its ranks leave there for it (job, permanent error, display), and their key. Torch-free.
+
+The key is derived from the job secret, which the ranks do not have: dlrun keeps that to its agents, and leaves the key in a
+file of its folder that this user alone can read. No key is ever sent. Without a secret there is none (b"").
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
-from flashckpt.environment import env
+from flashckpt.environment import Environment, env
 from flashckpt.errors import FINAL_CODES
 from flashckpt.shm.lease import Lease
 
@@ -75,7 +81,7 @@ def has_missed(folder: Path) -> bool:
 
 
 def write_key(folder: Path, key: bytes) -> None:
-    """Leave the key of the ranks (job_key) below an agent; nobody else can read it."""
+    """Leave the key of the ranks below an agent; nobody else can read it."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
     with os.fdopen(os.open(folder / "key", flags, 0o600), "wb") as file:
         file.write(key)
@@ -162,10 +168,7 @@ def bad_steps(folder: Path) -> tuple[int, int] | None:
 def end_suspects(folder: Path, start: int, restored: int) -> None:
     """Drop what was noted and holds no more: numbers are good again, or the start that has ended went back to before it.
 
-    Args:
-        folder: The agent's.
-        start: The number of that start.
-        restored: The step that it began with; below 0: it did not come so far.
+    `start` is its number, `restored` the step that it began with; below 0 it did not come so far.
     """
     path = folder / "suspect"
     with contextlib.suppress(OSError, ValueError):  # a line cut short
@@ -202,3 +205,28 @@ def _replace(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
+
+
+def derived(secret: bytes, purpose: str) -> bytes:
+    """Return the key for one purpose, from which neither the secret nor another purpose's key can be found; b"" of none."""
+    return hmac.digest(secret, b"flashckpt " + purpose.encode(), "sha256") if secret else b""
+
+
+def ranks_key(environment: Mapping[str, str] = os.environ) -> bytes:
+    """Return the key of this rank's job: of its agent, or of FLASHCKPT_JOB_SECRET under another launcher; b"" if there is none.
+
+    Raises:
+        OSError: the agent's file cannot be read.
+        ConfigError: the secret is too short.
+    """
+    if (folder := agent_folder()) is not None:
+        return read_key(folder)
+    return derived(Environment(environment).FLASHCKPT_JOB_SECRET.encode(), "ranks")
+
+
+def link_key(ranks: bytes, session: bytes) -> bytes:
+    """Return the key by which persisters sign, from the ranks' key and the one that rank 0 has drawn for this session.
+
+    The session's travels between the ranks in clear text: who has seen it there still lacks the ranks'.
+    """
+    return hmac.digest(ranks, b"replica links " + session, "sha256") if ranks else session

@@ -119,9 +119,7 @@ def name_of(path: Path) -> str | None:
 def new(path: Path, nbytes: int) -> tuple[Path, MappedBlock | None]:
     """Make the memory of a new segment under a temporary name.
 
-    Args:
-        path: Its future durable name.
-        nbytes: Its size; no pages are reserved yet.
+    No pages are reserved yet.
 
     Returns:
         Its temporary path, and its mapping (None: `mapped` makes it).

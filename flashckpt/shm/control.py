@@ -287,9 +287,6 @@ class ControlView:
 
     The path is opened for each call, so that a recreated file is found, and one that was truncated and restored
     by the next start works as before.
-
-    Args:
-        path: Of the control file.
     """
 
     _TRIES = 8

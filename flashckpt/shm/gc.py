@@ -32,7 +32,6 @@ class DeadMemory:
 
     Attributes:
         job: Job id, or the name of a directory whose removal was interrupted.
-        path: Its directory.
         age_s: Seconds since the job last did something here.
         nbytes: Bytes of host memory it holds.
         is_expired: Whether it may be removed without being named.

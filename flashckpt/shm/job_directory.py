@@ -56,11 +56,7 @@ def jobs_in_memory() -> tuple[list[JobDirectory], list[Skipped]]:
 
 
 class JobDirectory:
-    """Paths and records of one job on one node.
-
-    Attributes:
-        path: The directory, mode 0700.
-    """
+    """Paths and records of one job on one node."""
 
     def __init__(self, path: Path) -> None:
         """Wrap a path; use `open`."""

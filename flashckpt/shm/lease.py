@@ -124,10 +124,6 @@ class Pin:
 
     Attributes:
         kept: The bytes of the data area that are still kept, as (start, stop), once some were given back; None before.
-        slot: Slot number.
-        header: The COMPLETE header.
-        spec: Of the segment.
-        path: Of the segment.
     """
 
     def __init__(self, path: Path, spec: SegmentSpec, fd: int, *, slot: int, header: SlotHeader, lease: Lease) -> None:

@@ -48,11 +48,7 @@ NO_MESSAGE = OutgoingMessage()
 
 
 class MessageFiles:
-    """The two files of one job directory, from both sides.
-
-    Args:
-        folder: The job directory.
-    """
+    """The two files of one job directory, from both sides."""
 
     def __init__(self, folder: Path) -> None:
         """Reads and writes nothing yet."""

@@ -55,13 +55,7 @@ class SlotPinned(Exception):  # noqa: N818 -- not a user error: the caller choos
 
 
 class Segment:
-    """The slots of one (job, rank, layout), mapped by its owner, read by anybody of the same user.
-
-    Attributes:
-        path: The file.
-        spec: Its shape and identity.
-        created_ns: Nanoseconds since the epoch.
-    """
+    """The slots of one (job, rank, layout), mapped by its owner, read by anybody of the same user."""
 
     def __init__(self, path: Path, fd: int, superblock: Superblock, memory: block.MappedBlock | None) -> None:
         """Wrap an open descriptor, and the mapping of a writer; use `create` or `attach`."""

@@ -17,8 +17,6 @@ class SlotWriter:
 
     Attributes:
         data: Writable bytes of the data area; do not use views of it after commit or discard.
-        slot: Slot number.
-        header: The WRITING header.
         follows: Whether some of `data` was still kept by a persister when it began.
         still_read: Returns the bytes of `data` that are, as (start, stop): never to be written.
     """

@@ -149,12 +149,6 @@ def job_id(root: str | os.PathLike[str], explicit: str | None = None) -> str:
     return job_id_of_root(root)
 
 
-def earlier_job_id(job: str, root: str) -> str | None:
-    """Return the id that an earlier release gave a scheduler's job, which did not contain the root; None where it was the same."""
-    head, _, of_root = job.rpartition("-")
-    return head if head not in ("", "root") and of_root == _of_root(root) else None
-
-
 def job_id_of_root(root: str | os.PathLike[str]) -> str:
     """Return the id of a job that nothing but its root and user identify."""
     return f"root-{_of_root(root)}"

@@ -19,7 +19,6 @@ class S3Address:
     """Where the requests for one bucket go.
 
     Attributes:
-        endpoint: URL of the service.
         region: Region that requests are signed for.
         url: The part before the key of an object.
         is_virtual: Whether the configuration asks for the bucket in the name of the host.
@@ -59,10 +58,6 @@ def client_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def address_of(bucket: str, options: Mapping[str, Any]) -> S3Address:
     """Resolve where a bucket is; nothing is connected to.
-
-    Args:
-        bucket: Its name.
-        options: Storage options, in s3fs' names.
 
     Raises:
         BotoCoreError, ValueError: The configuration is wrong, e.g. names a profile that does not exist.

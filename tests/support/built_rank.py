@@ -37,7 +37,7 @@ from flashckpt.trainer.parallel.layout import Layout
 from flashckpt.trainer.plan.held import SLOTS
 from flashckpt.trainer.train.anomaly import Guard
 from flashckpt.trainer.train.record import RunRecord
-from flashckpt.trainer.train.saving import weights_of
+from flashckpt.trainer.train.starting import weights_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from flashckpt.checkpoint.incidents import PREFIX
+from flashckpt.checkpoint.history import INCIDENTS
 from flashckpt.core.incident import Incident, decode
 
 
@@ -15,7 +15,7 @@ def in_memory(memory: Path) -> list[Incident]:
 
 
 def on_root(root: Path) -> list[Incident]:
-    return _read(root.glob(f"{PREFIX}*.json"))
+    return _read(root.glob(f"{INCIDENTS}*.json"))
 
 
 def said(output: str) -> list[str]:

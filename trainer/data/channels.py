@@ -11,13 +11,7 @@ from flashckpt.trainer.config import RunConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Channel:
-    """The text of one channel.
-
-    Attributes:
-        documents, tokens: To train on.
-        held: Tokens that are held out.
-        epochs: How often the run reads the tokens to train on.
-    """
+    """The text of one channel."""
 
     documents: int
     tokens: int
@@ -26,13 +20,7 @@ class Channel:
 
 
 def channels_of_index(config: RunConfig, index: Mapping[str, Any] | None, tokens: float) -> dict[str, Channel]:
-    """Return the channels of a run that have prepared text, by name.
-
-    Args:
-        config: The run.
-        index: Of its prepared data; None: there is none.
-        tokens: That the run trains, of all channels.
-    """
+    """Return the channels of a run that have prepared text, by name."""
     total = sum(source.weight for source in config.data.sources)
     read: dict[str, float] = {}
     found: dict[str, list[Any]] = {}

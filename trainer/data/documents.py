@@ -29,8 +29,6 @@ class TextPart:
     """What is read in one piece: files [text], a byte range [jsonl], a row group [parquet], a file [datasets].
 
     Attributes:
-        source: Where it is from.
-        urls: Its files.
         first, last: The range inside the only file; 0 and 0 for whole files.
         identities: Size and digest of both ends of each file: a changed file is another part.
     """

@@ -24,7 +24,6 @@ class Duplicates:
     """What was found in one channel: a duplicate is a document that repeats an earlier one, of any channel.
 
     Attributes:
-        documents: All that have text.
         exact, near: Duplicates of each kind.
         pairs: Where a few of them are, with the document that they repeat.
     """

@@ -20,13 +20,7 @@ from flashckpt.trainer.data.windows import NO_TARGET, Batch, Data, TokenDataset
 class MixedDataset:
     """One split of `[[data.sources]]`: sample ids count through the sources one after another.
 
-    Args:
-        config: The run.
-        split: "train" or "held".
-        is_sets: Whether `config.data` is that of `sets_of`: each source is scored whole, and has to have a window.
-
     Attributes:
-        samples: The windows.
         rows: What they are read through.
 
     Raises:

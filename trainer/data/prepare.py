@@ -74,9 +74,9 @@ def index_name(data: DataConfig) -> str:
 
 
 def read_indexes(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return what is prepared in a folder, by the name of its index, the newest first; `index.json` is an earlier release's."""
+    """Return what is prepared in a folder, by the name of its index, the newest first."""
     found: list[tuple[int, str, dict[str, Any]]] = []
-    for path in folder.glob("index*.json"):
+    for path in folder.glob("index-*.json"):
         try:
             index = json.loads(path.read_bytes())
             assert isinstance(index["settings"], dict)
@@ -333,11 +333,8 @@ def _refuse_nothing_to_use(index: dict[str, Any], name: str, every: int) -> None
 def _remove_others(folder: Path, index: dict[str, Any]) -> None:
     """Remove what no index names, of earlier preparations and killed ones; other people's files may be in the folder."""
     kept = {record["name"] for records in index["sources"] for record in records}
-    for name, other in read_indexes(folder).items():
-        if name == "index.json" and other["settings"] == index["settings"]:
-            (folder / name).unlink()  # an earlier release's of the same settings
-        else:
-            kept |= {record["name"] for records in other["sources"] for record in records}
+    for other in read_indexes(folder).values():
+        kept |= {record["name"] for records in other["sources"] for record in records}
     for path in folder.iterdir():
         match = _OURS.fullmatch(path.name)
         if match and (path.suffix == ".tmp" or (match["part"] and match["part"] not in kept)):

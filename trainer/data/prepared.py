@@ -18,10 +18,6 @@ _PREPARE = "run: python -m flashckpt.trainer data prepare --config FILE.toml"
 def read_prepared(data: DataConfig, *, name: str = "data") -> dict[str, Any] | None:
     """Return the index of the prepared sources; None if every source holds tokens already.
 
-    Args:
-        data: The sources.
-        name: What errors call their table.
-
     Raises:
         DataError: nothing is prepared, it is not whole, or it was prepared from other settings.
     """

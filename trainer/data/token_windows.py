@@ -97,7 +97,6 @@ class StreamWindows:
     """Windows over documents one after another, each token predicted once.
 
     Args:
-        shards: The documents.
         window: Inputs of a sample.
         rest: Whether the tokens that are left in the end make a window, filled up with padding; else they are left out.
     """
@@ -213,14 +212,7 @@ def open_windows(
 ) -> Windows:
     """Return the windows of source `number` in one split; there may be none in "held".
 
-    Args:
-        data: The sources.
-        index: Of those that are text.
-        number: Of the source.
-        split: "train" or "held".
-        window: Inputs of a sample.
-        ending: See `Shards`: "len" is for sources that are text.
-        rest: See `StreamWindows`.
+    `ending` and `rest` are as of `Shards` and `StreamWindows`.
 
     Raises:
         DataError: a file is missing or damaged, or holds no window.

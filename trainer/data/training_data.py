@@ -31,9 +31,7 @@ class TrainingData:
     not, and reading begins again at the committed position. An error of the thread is raised by `next()`.
 
     Args:
-        dataset: The training split.
         dp_rank: Index of the data-parallel replica.
-        dp_size: Number of replicas.
         global_batch: Samples of one step over all replicas.
         rows: Rows of this rank's batches, those of padding included; 0: as many as its samples.
         seed: Key of the order.

@@ -23,8 +23,6 @@ class WeightCopy:
 
     Attributes:
         modules: One per part: what a snapshot takes. Zeros until `begin`.
-        weights: The weights.
-        held: The copy of each.
     """
 
     def __init__(self, parts: Sequence[nn.Module], *, over: DeviceMesh | None = None) -> None:
@@ -66,12 +64,7 @@ class WeightCopy:
 
 
 class WeightAverage(WeightCopy):
-    """The average of the weights of the local parts.
-
-    Args:
-        config: Decay and interval.
-        parts: The local parts, without DDP around them.
-    """
+    """The average of the weights of the local parts."""
 
     def __init__(self, config: EmaConfig, parts: Sequence[nn.Module]) -> None:
         super().__init__(parts)

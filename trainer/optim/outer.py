@@ -24,7 +24,6 @@ class OuterOptimizer:
 
     Args:
         settings: Interval, rate and momentum.
-        parallel: This rank's parts.
         last: The last step of the run: after it the groups are synchronised too.
 
     Attributes:

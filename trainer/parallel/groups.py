@@ -54,10 +54,6 @@ def rosters_of(config: RunConfig) -> str:
 def check_groups(config: RunConfig, padding: int) -> None:
     """Refuse what does not go with groups that train apart.
 
-    Args:
-        config: The run.
-        padding: Rows of a step without a sample.
-
     Raises:
         LayoutError: something does not; the message says why.
     """

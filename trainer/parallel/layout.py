@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from flashckpt.errors import LayoutError
 from flashckpt.trainer.config import RunConfig
-from flashckpt.trainer.parallel import schedules
+from flashckpt.trainer.parallel import switches
 from flashckpt.trainer.parallel.batch_split import Rounds, split_batch
 from flashckpt.trainer.parallel.float8_layers import check_float8
 from flashckpt.trainer.parallel.groups import check_groups
@@ -21,7 +21,7 @@ from flashckpt.trainer.parallel.switches import check_cut_experts, check_switche
 SINGLE_STAGE = ("1F1B", "GPipe")
 MULTI_STAGE = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
-SPLIT_BACKWARD = schedules.SPLIT_BACKWARD
+SPLIT_BACKWARD = switches.SPLIT_BACKWARD
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +100,7 @@ class Layout:
     @property
     def bubble(self) -> float:
         """Idle share of a step, by the schedule."""
-        return schedules.bubble(self.schedule, self.pp, self.stages_per_rank, self.micro_batches)
+        return switches.bubble(self.schedule, self.pp, self.stages_per_rank, self.micro_batches)
 
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
         """Return the stages that a pipeline rank holds, in the order the schedule wants them."""

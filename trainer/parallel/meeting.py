@@ -38,12 +38,7 @@ _POLL_S, _LONGEST_POLL_S, _ANSWER_S, _LEAST_S, _SHOWN_S = 0.1, 2.0, 5.0, 10.0, 6
 class GroupMeeting:
     """Meets the other groups of a run. A snapshot has the number of the synchronisation that its group took part in last.
 
-    Args:
-        config: Of this group.
-        device: This rank's device.
-
     Attributes:
-        version: That number.
         is_over: The others have ended the run without this group.
     """
 

@@ -30,7 +30,6 @@ class Here:
     """A group that has come to a synchronisation.
 
     Attributes:
-        group: Its number.
         version: The synchronisation that it took part in last; 0: none.
         step: The step that it has trained to.
         address: Of the store that it opens for the exchange, host:port.
@@ -49,7 +48,6 @@ class Roster:
     """What was decided of one synchronisation.
 
     Attributes:
-        number: Of the synchronisation.
         base: The one whose result the groups that gave began with.
         step: The step at which its groups continue.
         groups: All that take part, ascending.
@@ -141,7 +139,6 @@ class Synchronisations:
 
     Args:
         store: Where the objects are.
-        count: How many groups there are.
         patience_s: How long a synchronisation waits for groups once one is there whose training counts.
     """
 

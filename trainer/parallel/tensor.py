@@ -107,9 +107,6 @@ class SharedHeads(ParallelStyle):
     """Keys or values whose heads do not divide over the ranks.
 
     Every rank holds all weights, and computes the heads that its queries meet: one for all of them, or one for each.
-
-    Args:
-        model: Sizes.
     """
 
     def __init__(self, model: ModelConfig) -> None:
@@ -145,9 +142,6 @@ class LocalExperts(ParallelStyle):
 
     Inside, all tensors are local: what goes in is gathered, what comes out is a part of a sum, and so are the gradients
     of the input and of the weights that every rank holds (router, gate of the shared expert).
-
-    Args:
-        stream: How activations lie between the parts of a block.
     """
 
     def __init__(self, stream: Placement) -> None:

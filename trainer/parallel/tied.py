@@ -21,11 +21,6 @@ EMBEDDING, HEAD = "tok_embeddings.weight", "output.weight"
 def add_tied_gradients(parts: Iterable[nn.Module], layout: Layout, stages: dist.ProcessGroup) -> None:
     """Give embedding and head the sum of their gradients. Collective over the two ends of a pipeline.
 
-    Args:
-        parts: Of the model, on this rank.
-        layout: Says which ranks of `stages` hold the two ends.
-        stages: The ranks of this pipeline.
-
     Runs once all gradients are placed as their parameters (`settle_gradients`).
     """
     held = {

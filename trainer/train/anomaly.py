@@ -143,8 +143,8 @@ class Guard:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with recorded counters; those of an earlier release begin with a full budget."""
+        """Continue with recorded counters."""
         self.window = [float(value) for value in state["window"]]
-        self.norms = [float(value) for value in state.get("norms", [])]
+        self.norms = [float(value) for value in state["norms"]]
         self.skipped = int(state["skipped"])
-        self.spent, self.earned, self.reached = (int(state.get(name, 0)) for name in ("spent", "earned", "reached"))
+        self.spent, self.earned, self.reached = (int(state[name]) for name in ("spent", "earned", "reached"))

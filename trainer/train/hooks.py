@@ -35,8 +35,6 @@ class HookedRun:
         parallel: This rank's part of the model; `parallel.reporter` on the one rank that writes outputs.
         average: The average of the weights, where there is one.
         anchor: Where groups train apart, the weights that they had in common last.
-        profiled: What is measured of it.
-        timer: Of its steps.
     """
 
     config: RunConfig
@@ -56,9 +54,6 @@ class TrainerHooks:
     """Every method does nothing: derive from this class, and write those that you need.
 
     They are called on every rank in one order, so each may run collectives, but for `spike`, which the reporting rank calls.
-
-    Args:
-        run: The run on this rank.
     """
 
     def __init__(self, run: HookedRun) -> None:

@@ -37,19 +37,24 @@ from flashckpt.trainer.parallel.distributed import check_root, is_first_start, n
 from flashckpt.trainer.parallel.layout import Layout, resolve_layout
 from flashckpt.trainer.parallel.switches import on_device
 from flashckpt.trainer.train.anomaly import Guard
-from flashckpt.trainer.train.apart import Apart
+from flashckpt.trainer.train.apart import Apart, begin_if_new, has_other_groups
 from flashckpt.trainer.train.hooks import HookedRun, hooks_of
 from flashckpt.trainer.train.metrics import StepRecord
-from flashckpt.trainer.train.nonfinite import no_way_back, report_nonfinite
-from flashckpt.trainer.train.optim import clamp_gradients, clip_gradients
+from flashckpt.trainer.train.optim import clamp_gradients, clip_gradients, no_way_back, report_nonfinite
 from flashckpt.trainer.train.phased_data import PhasedData
 from flashckpt.trainer.train.phases import Phase, check_layouts, phase_at, phases_of
 from flashckpt.trainer.train.profile_range import NOTHING, Profiled
 from flashckpt.trainer.train.rate_jump import rate_jump
 from flashckpt.trainer.train.record import RunRecord, SpikeError, say_once
-from flashckpt.trainer.train.regroup import begin_if_new, has_other_groups
-from flashckpt.trainer.train.saving import checkpointer, explain, waiting_for_data
-from flashckpt.trainer.train.starting import announce, announce_phase, seed_rng, training_data
+from flashckpt.trainer.train.starting import (
+    announce,
+    announce_phase,
+    checkpointer,
+    explain,
+    seed_rng,
+    training_data,
+    waiting_for_data,
+)
 from flashckpt.trainer.train.step import Totals, TrainStep
 from flashckpt.trainer.train.step_phases import FenceClock, PhaseTimer, StartClock
 
@@ -63,9 +68,7 @@ class Trainer:
     """One rank of one run.
 
     Args:
-        config: The run.
         layout: What `resolve_layout` gave for it.
-        device: This rank's device.
         clock: Measures the start; None begins here.
         profiled: What is measured of the run.
     """

@@ -82,7 +82,6 @@ class Trace:
     Args:
         folder: The run's log folder; created.
         after: Step that was restored; later lines are moved away. 0 starts a new trace.
-        name: The file.
         abandoned: The file for lines of steps that were rolled back.
     """
 

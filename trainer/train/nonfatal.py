@@ -9,24 +9,26 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from flashckpt.environment import Environment, env
+from flashckpt.errors import FINAL_CODES, ConfigError, FlashckptError
 from flashckpt.nonfatal import Nonfatal, write_all
-from flashckpt.trainer.train.terminal import CLEAR, is_terminal
+from flashckpt.shm.agent_folder import agent_folder, has_display, write_permanent_error
 
 __all__ = ["LineFile", "Nonfatal", "NonfatalStream", "nonfatal_stream", "nonfatal_streams", "write_all"]
+CLEAR = "\r\x1b[J"
+"""To the beginning of the line; erase from there to the end of the screen."""
+_PATIENCE_S = 5.0
 
 
 class LineFile:
     """A file to which lines are appended whole or not at all, without exceptions.
 
     It is opened by the first line for which that succeeds. One process writes it.
-
-    Args:
-        path: The file; its folder is created.
-        prepare: Called with the open file descriptor before the first line.
     """
 
     def __init__(self, path: str | os.PathLike[str], prepare: Callable[[int], None] | None = None) -> None:
@@ -175,3 +177,83 @@ def _is_flushed(stream: TextIO) -> bool:
 
 def _nowhere() -> TextIO:
     return open(os.devnull, "w")  # noqa: PTH123 -- stays open: the interpreter flushes it at exit
+
+
+def terminal_of(display: str, environ: Mapping[str, str] | None = None) -> Any:
+    """Return the standard stream on which the live display is drawn, None for plain lines.
+
+    Standard error if it is a terminal, else standard output. Nothing is drawn by a process in the background of its
+    terminal, nor, unless `display` is "live", where colours or movements of the cursor are not wanted.
+    """
+    values = env if environ is None else Environment(environ)
+    if display == "plain" or (display == "auto" and _is_unwanted(values)):
+        return None
+    for stream in (sys.stderr, sys.stdout):
+        if is_terminal(stream) and not _is_in_background(stream):
+            return stream
+    return None
+
+
+def is_terminal(stream: Any) -> bool:
+    """Return whether a stream is a terminal; False for one that is closed."""
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, OSError, ValueError):
+        return False
+
+
+def _is_unwanted(values: Environment) -> bool:
+    return bool(values.CI or values.NO_COLOR) or values.TERM == "dumb"
+
+
+def _is_in_background(stream: Any) -> bool:
+    """Whether the shell has this process in the background; ranks under dlrun have no terminal that could say so."""
+    with contextlib.suppress(OSError, ValueError):
+        return os.tcgetpgrp(stream.fileno()) != os.getpgrp()
+    return False
+
+
+def report_once(error: FlashckptError) -> None:
+    """Write `error` to standard error if this rank is the first to raise it; else wait until it is written.
+
+    The first, not rank 0: dlrun ends all ranks as soon as one of them has failed. For the same reason the
+    others wait: if they ended, the first one's message would be cut off.
+    """
+    error.settle()
+    folder = agent_folder()
+    if folder is None:
+        with contextlib.suppress(ConfigError):  # of RANK itself
+            if env.RANK and error.exit_code in FINAL_CODES:
+                return
+        _write(error)
+        return
+    marker = folder / f"reported-{env.FLASHCKPT_RESTART}-{error.exit_code}"
+    try:
+        marker.touch(exist_ok=False)
+    except FileExistsError:
+        _wait(marker)
+        return
+    except OSError:  # no space, no folder: better reported twice than not at all
+        _write(error)
+        return
+    _write(error)
+    with contextlib.suppress(OSError):  # a full disk must not hide the exit code
+        write_permanent_error(folder, error.exit_code)
+        marker.write_text("reported")
+
+
+def _write(error: FlashckptError) -> None:
+    folder = agent_folder()
+    stream = nonfatal_stream(sys.stderr, "standard error", over_display=folder is not None and has_display(folder))
+    stream.write(f"{type(error).__name__}: {error}\n")
+
+
+def _wait(marker: Path) -> None:
+    end = time.monotonic() + _PATIENCE_S
+    while time.monotonic() < end:
+        try:
+            if marker.stat().st_size:
+                return
+        except OSError:
+            return
+        time.sleep(0.01)

@@ -17,11 +17,7 @@ from flashckpt.trainer.train.phases import Phase, phase_at
 
 
 class PhasedSampler:
-    """The sampler of the phase that runs, and which phase that is: what a snapshot takes.
-
-    Args:
-        data: Whose sampler it stands for.
-    """
+    """The sampler of the phase that runs, and which phase that is: what a snapshot takes."""
 
     flashckpt_replicated = True
 
@@ -112,7 +108,6 @@ class PhasedData:
     of another length are other samples, in a separate order.
 
     Args:
-        phases: Of the run.
         build: Makes the data of one phase; it is given the configuration and the seed of the order.
         in_shares: The position jumps: another group may train what follows.
 

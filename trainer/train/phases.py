@@ -18,7 +18,6 @@ class Phase:
 
     Attributes:
         number: From 0; 0 is what the run begins with.
-        first_step: Of it.
         config: The run as it is in this phase.
         stream: Which order of samples it draws from: another length of samples makes other samples, so another order.
         rate_from: Step after which its schedule of the rate counts.

@@ -18,13 +18,7 @@ _NOTICEABLE = 0.05
 
 
 def rate_jump(before: Mapping[str, Any], now: RunConfig, step: int) -> str:
-    """Return a warning if the rate at `step`, or noticeably at the next, is not the recorded schedule's; "" if it is.
-
-    Args:
-        before: The values recorded with the checkpoint.
-        now: This run.
-        step: The restored step.
-    """
+    """Return a warning if the rate at `step`, or noticeably at the next, is not the recorded schedule's, else nothing."""
     then = _recorded(before, now)
     optim, steps = then.optim, then.train.steps
     earlier, present = phases_of(then), phases_of(now)

@@ -15,9 +15,6 @@ class LossScaler:
     """Halves the factor when gradients overflow, and doubles it after `GROW_AFTER` steps without.
 
     Every rank holds the same norm, so every rank has the same factor. It is part of each snapshot.
-
-    Args:
-        enabled: Whether it scales; else the factor is 1.
     """
 
     def __init__(self, *, enabled: bool) -> None:

@@ -88,9 +88,7 @@ class TrainStep:
     """Runs forward and backward; the caller runs the optimizer.
 
     Args:
-        parallel: This rank's parts.
         channels: Names of the data channels, in the order of their numbers.
-        settings: Of [parallel].
         has_losses: Whether the last stage gives losses, not logits (`loss_chunk`).
         phases: Measures forward, backward and sync.
 
@@ -248,11 +246,7 @@ class TrainStep:
 
 
 class ExpertLoad:
-    """Tokens per expert of every layer in a step: adds up what the routers of all ranks counted.
-
-    Args:
-        parallel: This rank's parts.
-    """
+    """Tokens per expert of every layer in a step: adds up what the routers of all ranks counted."""
 
     def __init__(self, parallel: Parallel) -> None:
         self._parallel = parallel

@@ -9,7 +9,7 @@ from flashckpt.errors import LayoutError
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.model.flops import count_parameters
 from flashckpt.trainer.parallel.layout import Layout, resolve_layout
-from flashckpt.trainer.parallel.schedules import bubble
+from flashckpt.trainer.parallel.switches import bubble
 from flashckpt.trainer.plan.beyond import run_days, run_document
 from flashckpt.trainer.plan.failures import failure_forecast, gpu_hours
 from flashckpt.trainer.plan.forecast import (

@@ -69,12 +69,7 @@ class Crash:
 
 
 class Demo:
-    """Runs the plan and reports on it.
-
-    Args:
-        plan: When what happens.
-        console: Where to report.
-    """
+    """Runs the plan and reports on it."""
 
     def __init__(self, plan: DemoPlan, console: Console) -> None:
         self.plan, self.console = plan, console

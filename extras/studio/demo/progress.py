@@ -14,13 +14,7 @@ EVERY = 10
 
 
 class Progress:
-    """Shows the progress of a run.
-
-    Args:
-        console: Where to.
-        steps: Steps of the run.
-        name: Of the run.
-    """
+    """Shows the progress of a run."""
 
     def __init__(self, console: Console, *, steps: int, name: str) -> None:
         self._console, self._steps, self._name = console, steps, name

@@ -27,17 +27,7 @@ _POLL_S = 0.02
 
 @dataclass(kw_only=True)
 class DemoRun:
-    """One job of the demo under dlrun.
-
-    Attributes:
-        name: Shown to the user.
-        folder: Log folder of the run: trace, ledger, output of dlrun.
-        root: Checkpoint root.
-        job: Job id.
-        config: The TOML file.
-        ranks: Number of ranks.
-        overrides: More arguments for the trainer.
-    """
+    """One job of the demo under dlrun."""
 
     name: str
     folder: Path

@@ -40,10 +40,6 @@ _OF_LOGITS = 1e-5
 def differ_from_transformers(config: RunConfig, part: nn.Module) -> float | None:
     """Return how far the logits of a model are from those of transformers, in float32 on the CPU.
 
-    Args:
-        config: The run.
-        part: The whole model, all of it on this rank.
-
     Returns:
         The largest difference; None where transformers is not installed or has no such model.
 

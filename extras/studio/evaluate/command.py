@@ -29,10 +29,6 @@ def evaluate(config: RunConfig, step: str | None = None) -> tuple[Scores, str]:
     They are those of the newest checkpoint of the run (`ema.evaluate`: their average), or else those of `init.from`. Nothing is written but the text
     of a run without `[[data.sources]]`.
 
-    Args:
-        config: The run.
-        step: Which checkpoint of the run, as "120" or "120.g3"; None: the newest.
-
     Raises:
         NoCheckpointError: the run has no checkpoint of `step`.
         ConfigError: there are none, or they are those of another model.

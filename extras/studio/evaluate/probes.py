@@ -55,7 +55,6 @@ class Probe:
     """The questions of one probe as rows of tokens.
 
     Args:
-        name: Of the probe.
         kind: One of `PROBES`.
         questions: In the order of the file.
         texts: The tokens of all their continuations, one after the other.

@@ -51,7 +51,6 @@ class RowScores:
 
     Attributes:
         nats: Sum of the negative log-likelihoods of the targets, and `text_nats` of those that are text.
-        targets: Their number.
         greedy: How many of them are the likeliest token of their place.
         nbytes: Bytes of text of the targets; nan: not known.
     """
@@ -92,12 +91,7 @@ def chunks_of(lengths: npt.ArrayLike, batch: int, *, most: int, multiple: int = 
 
 
 class RowScorer:
-    """Scores rows with the parts of this rank.
-
-    Args:
-        parallel: This rank's parts.
-        loss_parallel_on: Whether logits stay sharded over the vocabulary.
-    """
+    """Scores rows with the parts of this rank."""
 
     def __init__(self, parallel: Parallel, *, loss_parallel_on: bool) -> None:
         self._parallel = parallel

@@ -118,7 +118,6 @@ class LibraryStream(TextStream):
     """Tokens of a tokenizer.json: decoded with those before them, since some join only together.
 
     Args:
-        tokenizer: Of the library.
         before: Tokens in front of the first.
     """
 

@@ -37,11 +37,6 @@ class Sample:
 class TextWriter:
     """Continues prompts with the model as it is.
 
-    Args:
-        parallel: This rank's parts.
-        codec: The tokenizer.
-        length: Tokens that prompt and continuation may have together.
-
     Attributes:
         rows: Prompts that are continued together at no further price.
     """
@@ -121,10 +116,6 @@ class TextWriter:
 
 class SampleMaker:
     """Continues the prompts of `[samples]`.
-
-    Args:
-        config: The run.
-        parallel: This rank's parts.
 
     Raises:
         ConfigError, DataError: See `read_prompts`.

@@ -13,11 +13,7 @@ from flashckpt.trainer.model.transformer import Transformer
 
 
 class Chooser:
-    """Chooses token after token; has a separate random state.
-
-    Args:
-        choice: How.
-    """
+    """Chooses token after token; has a separate random state."""
 
     def __init__(self, choice: Choice) -> None:
         self._choice = choice

@@ -22,13 +22,7 @@ _EXPECTED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A model that can be asked.
-
-    Attributes:
-        weights: Opened; to be closed.
-        codec: Its tokenizer.
-        context: Tokens that prompt and continuation may have together.
-    """
+    """A model that can be asked."""
 
     weights: WeightSource
     codec: TextCodec

@@ -41,10 +41,6 @@ _ABSENT: dict[str, dict[str, Any]] = {
 def from_hub(values: Mapping[str, Any], where: str) -> ModelConfig:
     """Return the model that a config.json describes.
 
-    Args:
-        values: Its content.
-        where: Its path, for error texts.
-
     Raises:
         ConfigError: The family is not known, a key is missing, or it asks for something that our model cannot do.
     """

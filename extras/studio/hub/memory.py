@@ -28,7 +28,6 @@ class LiveWeights(SavedWeights):
     """The model in a snapshot in this machine's memory; see WeightSource.
 
     Args:
-        job: Id of the job.
         step: Of the snapshot; None: the newest.
         label: MODEL or AVERAGE.
 

@@ -52,10 +52,6 @@ def of_root_alone(config: RunConfig, step: str | None = None) -> RunConfig:
     Sets and probes are those of `config`, or else those that the run recorded. Held-out text is not on the root. A run of
     the default model whose data is here is evaluated as it is configured.
 
-    Args:
-        config: What is given.
-        step: Which checkpoint, as "120" or "120.g3"; None: the newest.
-
     Raises:
         NoCheckpointError: There is none.
         ConfigError: It is not of the trainer, its tokenizer is not known, or there is nothing to evaluate.

@@ -47,7 +47,6 @@ class WeightSource(Protocol):
 
     Attributes:
         model: What they are weights of.
-        where: For error texts.
         beside: Files that travel with them, by name: config.json and the tokenizer's.
     """
 
@@ -164,12 +163,6 @@ def _read_box(file: st.Incoming, offsets: Sequence[int], lengths: Sequence[int])
 class SavedWeights:
     """The model in what the trainer saved, wherever its bytes are; see WeightSource.
 
-    Args:
-        sources: Manifests and bytes, nearest first; together they hold the model.
-        values: Non-tensor state, from the manifests.
-        where: For error texts.
-        label: Under which name its tensors were tracked: MODEL or AVERAGE.
-
     Attributes:
         may_be_part: Whether the sources may be those of one node of several.
         run: The recorded run, as far as it matters for the model.
@@ -285,7 +278,6 @@ class CheckpointWeights(SavedWeights):
     Args:
         root: Path or URL.
         step: "120" or "120.g3"; None: the newest.
-        options: Of the store.
         label: MODEL or AVERAGE.
 
     Raises:

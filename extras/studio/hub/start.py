@@ -25,10 +25,7 @@ def with_model_of_weights(config: RunConfig, *, is_evaluated: bool = False, step
 
     Weights that cannot be read are no error for a run that names its model: it may have no need of them any more.
 
-    Args:
-        config: The run.
-        is_evaluated: It is not trained: a root is then enough (`of_root_alone`).
-        step: Of the checkpoint that is evaluated.
+    Of a run that `is_evaluated`, not trained, a root alone is enough (`of_root_alone`).
 
     Raises:
         ConfigError: The two differ, or there is no model at `init.from`.

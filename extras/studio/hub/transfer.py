@@ -16,12 +16,12 @@ from flashckpt.interop import safetensors_files as st
 from flashckpt.interop.casting import parse_dtype, target_dtype
 from flashckpt.interop.outgoing import Outgoing
 from flashckpt.interop.target import replacing
+from flashckpt.printable import printable
 from flashckpt.storage.factory import is_process_local, open_store
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.config.changes import recorded_values
 from flashckpt.trainer.config.model import ModelConfig
 from flashckpt.trainer.data.vocabulary import END_TOKEN
-from flashckpt.trainer.hub.card import CARD, card
 from flashckpt.trainer.hub.families import HubTensor, tensors_of
 from flashckpt.trainer.hub.hub_config import to_hub
 from flashckpt.trainer.hub.source import (
@@ -29,15 +29,18 @@ from flashckpt.trainer.hub.source import (
     BESIDE,
     CONFIG,
     MODEL,
+    RECORD,
     CheckpointWeights,
     HubFolder,
     file_shard,
     held_name,
 )
 from flashckpt.trainer.hub.tokenizer_files import TOKENIZER, files_of_folder, files_of_saved, has_tokenizer
+from flashckpt.trainer.model.flops import count_parameters, flops_per_token
 
 SHARD_BYTES = 5 << 30
 _OVERHEAD_BYTES = 64 << 20
+CARD = "README.md"
 
 
 def import_folder(folder: Path, root: str, step: int = 0, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -211,3 +214,40 @@ def _end_of(files: Mapping[str, bytes]) -> int | None:
 
 def _is_ours(path: Path) -> bool:
     return st.is_ours(path) or (path.is_file() and path.name in (*BESIDE, CARD))
+
+
+def card(source: CheckpointWeights, values: Mapping[str, Any], has_tokenizer: bool) -> bytes:
+    """Return README.md as the Hugging Face hub shows it: no licence and no claim, which are the author's to write."""
+    manifest, model = source.source.manifest, source.model
+    tokens = int(manifest.values[RECORD].get("tokens", 0))
+    rows = [("parameters", f"{count_parameters(model):,}"), ("architecture", values["architectures"][0])]
+    rows += [("context", f"{values['max_position_embeddings']:,} tokens"), ("vocabulary", f"{model.vocab:,} tokens")]
+    rows += [("step", f"{manifest.step:,}" + (", average of the weights" if source.label == AVERAGE else ""))]
+    if tokens:
+        flops = tokens * flops_per_token(model, source.run.train.seq_len)
+        rows += [("trained on", f"{tokens:,} tokens"), ("training compute", f"{flops:.3g} FLOPs")]
+    rows += [(name, text) for name, text in _settings(source.recorded).items() if text]
+    if not has_tokenizer:
+        rows.append(("tokenizer", "not in this folder"))
+    table = "\n".join(f"| {name} | {printable(text).replace('|', '/')} |" for name, text in rows)
+    kind = str(values["model_type"])
+    return (
+        f"---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- {kind}\n---\n\n"
+        f"# {kind}, {count_parameters(model):,} parameters\n\n| | |\n|---|---|\n{table}\n"
+    ).encode()
+
+
+def _settings(recorded: Mapping[str, Any]) -> dict[str, str]:
+    def section(name: str) -> Mapping[str, Any]:
+        found = recorded.get(name)
+        return found if isinstance(found, dict) else {}
+
+    data, optim, train = section("data"), section("optim"), section("train")
+    channels = dict.fromkeys(str(one.get("channel", "")) for one in data.get("sources") or [])
+    return {
+        "data": ", ".join(channels),
+        "batch": f"{train['global_batch']} x {train['seq_len']} tokens" if "global_batch" in train else "",
+        "optimizer": f"{optim['name']}, rate {optim['lr']:g}" if {"name", "lr"} <= optim.keys() else "",
+        "precision": str(train.get("precision", "")),
+        "started from": str(section("init").get("from", "")),
+    }

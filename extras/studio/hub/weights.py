@@ -21,9 +21,7 @@ BLOCK_BYTES = 16 << 20
 def load(parts: Sequence[nn.Module], source: WeightSource) -> None:
     """Overwrite all parameters and the biases of routers of model parts, or this rank's shards of them; no communication.
 
-    Args:
-        parts: Without wrappers around them; floating-point parameters.
-        source: Weights of the same model.
+    The parts have no wrappers around them; all their parameters are floating-point numbers.
 
     Raises:
         ConfigError: A tensor is of a type that is no number.

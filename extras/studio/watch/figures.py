@@ -46,7 +46,6 @@ class StepMeter:
         batch_tokens: Of the global batch.
         flops: Per token.
         peak_tflops: Of one device; 0: not known.
-        world: Number of devices.
         planned_mfu: As Figures has it.
         device_bytes: Returns the peak of memory on the device; None where there is none.
         engine: What the engine does; None without checkpoints.

@@ -19,8 +19,7 @@ from flashckpt.trainer.parallel.apply import Parallel
 from flashckpt.trainer.parallel.distributed import device_name
 from flashckpt.trainer.train.hooks import HookedRun, TrainerHooks
 from flashckpt.trainer.train.metrics import StepRecord
-from flashckpt.trainer.watch.engine import EngineWatch
-from flashckpt.trainer.watch.events import Events
+from flashckpt.trainer.watch.engine import EngineWatch, Events
 from flashckpt.trainer.watch.phase_profile import PhaseProfile
 from flashckpt.trainer.watch.profiler import StepProfiler
 from flashckpt.trainer.watch.reporter import Reporter
@@ -36,7 +35,6 @@ class Interludes:
     """Evaluates and samples the model of one phase, at the steps that its configuration names.
 
     Args:
-        config: Of the phase.
         parallel: The model, as it is in the phase.
         average: Evaluated instead of the weights where `ema.evaluate` says so.
         anchor: Where groups train apart, the weights that they had in common last: what is evaluated and sampled.

@@ -14,9 +14,8 @@ from typing import Any
 
 from flashckpt.shm.agent_folder import agent_folder, note_display
 from flashckpt.trainer.train.metrics import StepRecord
-from flashckpt.trainer.train.nonfatal import write_all
-from flashckpt.trainer.train.terminal import CLEAR
-from flashckpt.trainer.watch.events import Events
+from flashckpt.trainer.train.nonfatal import CLEAR, write_all
+from flashckpt.trainer.watch.engine import Events
 from flashckpt.trainer.watch.figures import Figures
 from flashckpt.trainer.watch.plain import StepPace, progress_text
 
@@ -27,13 +26,7 @@ _SHOWN_EVENTS = 5
 
 
 class LiveDisplay:
-    """Draws until it is closed.
-
-    Args:
-        stream: A terminal, as `terminal_of` returns it.
-        steps: Of the whole run.
-        events: What happened lately.
-    """
+    """Draws until it is closed."""
 
     def __init__(self, stream: Any, *, steps: int, events: Events) -> None:
         from flashckpt.trainer.watch import panel  # rich is imported where something is drawn, and before it is

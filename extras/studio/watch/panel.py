@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flashckpt.trainer.train.metrics import StepRecord
-from flashckpt.trainer.watch.events import Event
+from flashckpt.trainer.watch.engine import Event
 from flashckpt.trainer.watch.figures import Figures
 from flashckpt.trainer.watch.plain import duration
 
@@ -23,15 +23,7 @@ FIXED_LINES = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class View:
-    """All that the display shows.
-
-    Attributes:
-        record: The last step; None before the first.
-        figures: Of that step.
-        steps: Of the whole run.
-        left_s: Seconds to the end.
-        events: The newest at the end.
-    """
+    """All that the display shows."""
 
     record: StepRecord | None
     figures: Figures | None
@@ -53,14 +45,7 @@ class _Page(io.StringIO):
 
 
 def render(view: View, *, width: int, height: int, encoding: str = "utf-8") -> list[str]:
-    """Return the display's lines, each narrower than `width` columns; fewer events where it would be too high.
-
-    Args:
-        view: What is shown.
-        width: Columns of the terminal.
-        height: Rows of the terminal.
-        encoding: Of the terminal.
-    """
+    """Return the display's lines, each narrower than `width` columns; fewer events where it would be too high."""
     page = _Page(encoding)
     console = Console(file=page, width=max(10, width - 1), force_terminal=True, legacy_windows=False, highlight=False)
     events = list(view.events)[-max(0, height - FIXED_LINES - 3) :] if height > FIXED_LINES + 3 else []

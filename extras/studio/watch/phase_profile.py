@@ -44,11 +44,6 @@ class PhaseProfile:
     """Measures some steps as they are, then as many in which the device and all ranks meet at each mark.
 
     Nothing that is trained depends on it. What a phase sends beside its compute, as FSDP and DDP do, is in that phase.
-
-    Args:
-        steps: Of each kind.
-        timer: Of the steps.
-        device: Of this rank.
     """
 
     def __init__(self, steps: int, timer: PhaseTimer, device: torch.device) -> None:

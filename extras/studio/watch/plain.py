@@ -47,12 +47,7 @@ def progress_text(record: StepRecord, figures: Figures, *, steps: int, left_s: f
 
 
 class ProgressLine:
-    """One line per step on standard error.
-
-    Args:
-        steps: Steps of the whole run.
-        every: Print each n-th step.
-    """
+    """One line per step on standard error."""
 
     def __init__(self, *, steps: int, every: int) -> None:
         self._steps, self._every = steps, every

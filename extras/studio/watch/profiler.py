@@ -25,9 +25,7 @@ class StepProfiler:
     """Profiles some steps of a run. A disk that is full costs the files, not the run.
 
     Args:
-        steps: Which.
         folder: The run's log folder; files are written to its "profile".
-        rank: Of this process.
         device: Its device; on a GPU kernels and the history of its allocator are recorded as well.
     """
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import functools
 import json
 import logging
+import queue
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from flashckpt.printable import printable
 from flashckpt.trainer.config import RunConfig, without_secrets
@@ -16,11 +22,8 @@ from flashckpt.trainer.model.flops import flops_per_token, peak_tflops
 from flashckpt.trainer.parallel.layout import resolve_layout
 from flashckpt.trainer.plan.start import expected_mfu
 from flashckpt.trainer.train.metrics import StepRecord, Trace
-from flashckpt.trainer.train.terminal import terminal_of
-from flashckpt.trainer.watch.beside import Beside
-from flashckpt.trainer.watch.board import Board
-from flashckpt.trainer.watch.engine import EngineWatch
-from flashckpt.trainer.watch.events import Events
+from flashckpt.trainer.train.nonfatal import Nonfatal, terminal_of
+from flashckpt.trainer.watch.engine import EngineWatch, Events
 from flashckpt.trainer.watch.figures import StepMeter, curves
 from flashckpt.trainer.watch.live import LiveDisplay
 from flashckpt.trainer.watch.plain import ProgressLine
@@ -30,14 +33,18 @@ logger = logging.getLogger(__name__)
 EVAL, SPIKES, SAMPLES = "eval.jsonl", "spikes.jsonl", "samples.jsonl"
 _CLOSE_S = 60.0
 """Seconds for the last points of a page at the end of a run."""
+LIMIT = 1000
+"""Calls that may wait; more are dropped and counted."""
+BOARD_PATIENCE = 100
+"""After a failure tensorboard is retried once every so many steps: a new writer costs a file and a thread."""
+_FLUSH_S = 10
+"""Seconds after which points are in the file: a killed rank loses no more of its curves."""
 
 
 class Reporter:
     """Writes all outputs of a run: trace, scores, spikes, progress.
 
     Args:
-        config: The run.
-        world: Number of ranks.
         after: Step that was restored; output for later steps is removed.
         engine: What the engine does; None without checkpoints.
         events: What is shown of the past; None begins without.
@@ -172,3 +179,117 @@ def _peak(config: RunConfig, device: str) -> float:
     else:
         logger.info("no MFU: the peak of %s is not known, set log.peak_tflops", device)
     return peak
+
+
+class Beside:
+    """Runs calls that may be slow, imports or files or sockets, one after another in one thread. Close it before the process ends.
+
+    Args:
+        name: Of the thread and in the log.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._calls: queue.Queue[Callable[[], object] | None] = queue.Queue(LIMIT)
+        self._dropped = 0
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)  # a hung server must not keep it
+        self._thread.start()
+
+    def do(self, call: Callable[[], object]) -> None:
+        """Have `call` run soon; dropped where too many wait."""
+        try:
+            self._calls.put_nowait(call)
+        except queue.Full:
+            self._dropped += 1
+
+    def close(self, last: Callable[[], object], timeout_s: float) -> bool:
+        """Run what waits, then `last`; return whether that was done in time, and log what was lost."""
+        end = time.monotonic() + timeout_s
+        for call in (last, None):
+            try:
+                self._calls.put(call, timeout=max(0.0, end - time.monotonic()))
+            except queue.Full:
+                break
+        self._thread.join(max(0.0, end - time.monotonic()))
+        if self._dropped:
+            logger.warning("%s: %d steps were left out, since it was too slow", self._name, self._dropped)
+        if self._thread.is_alive():
+            logger.warning("%s did not finish within %g s: its last points may be missing", self._name, timeout_s)
+            return False
+        return True
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            try:
+                call()
+            except Exception:
+                logger.exception("%s failed; training continues", self._name)
+
+
+class Board:
+    """A run's page in TensorBoard. A full disk costs points, which are counted and reported; never the run.
+
+    Args:
+        after: Step that was restored; points of later steps are removed, so that none is drawn twice.
+    """
+
+    def __init__(self, folder: str, after: int) -> None:
+        self._folder, self._after = f"{folder}/tensorboard", after
+        self._writer: Any = None
+        self._writing = Nonfatal(self._folder)
+        self._calls = 0  # since writing failed
+        self._is_installed = True
+
+    def add(self, values: Mapping[str, float], step: int) -> None:
+        """Add one point to each named curve."""
+        self._attempt(lambda: self._points(values, step), step, lines=len(values))
+
+    def note(self, text: str, step: int) -> None:
+        """Mark a step with a text, in the tab of texts."""
+        self._attempt(lambda: self._writer.add_text("events", text, step), step, lines=1)
+
+    def say(self, texts: Mapping[str, str], step: int) -> None:
+        """Add a text under each name, as it is: markdown shows indented lines so."""
+        shown = {name: "".join(f"    {line}\n" for line in text.splitlines()) for name, text in texts.items()}
+        self._attempt(lambda: [self._writer.add_text(name, shown[name], step) for name in shown], step, len(shown))
+
+    def close(self) -> None:
+        """Flush and close."""
+        if self._writer is not None and not self._writing.attempt(self._writer.close, lines=0):
+            self._writing.lost += 1
+        self._writing.report()
+
+    def _attempt(self, write: Callable[[], object], step: int, lines: int) -> None:
+        if self._is_installed and not self._writing.attempt(lambda: self._write(write, step), lines=lines):
+            self._give_up()
+
+    def _points(self, values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def _write(self, write: Callable[[], object], step: int) -> None:
+        if self._writer is None:
+            self._calls += 1
+            if self._writing.lost and self._calls % BOARD_PATIENCE:
+                raise OSError(errno.EAGAIN, "not writing for now")
+            self._writer = _summary_writer(self._folder, self._after)
+            self._is_installed = self._writer is not None
+        if self._writer is not None:
+            write()
+            self._after = max(self._after, step)
+
+    def _give_up(self) -> None:
+        # Its thread died of the error; a new writer begins a new file after the last accepted point.
+        if self._writer is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._writer.close()
+        self._writer = None
+
+
+def _summary_writer(folder: str, after: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        logger.warning("log.tensorboard is on, but tensorboard is not installed: pip install 'flashckpt[trainer]'")
+        return None
+    return SummaryWriter(log_dir=folder, purge_step=after + 1, flush_secs=_FLUSH_S)

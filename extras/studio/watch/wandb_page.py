@@ -31,7 +31,6 @@ class WandbPage:
     A page has no point taken back: steps that are trained again after a restart are not sent a second time.
 
     Args:
-        log: Settings of the run.
         config: The resolved run as plain values, shown with the page.
         after: Step that was restored.
     """

@@ -33,7 +33,7 @@ from flashckpt.daemon.launcher import job_secret, job_state, shared_state
 from flashckpt.daemon.launcher.job_secret import Seal, UnsealedError
 from flashckpt.daemon.launcher.job_state import JobState
 from flashckpt.errors import ConfigError
-from flashckpt.shm import job_key
+from flashckpt.shm import agent_folder
 from flashckpt.shm.job_directory import memory_root
 
 pytestmark = pytest.mark.timeout(300)
@@ -43,7 +43,7 @@ import os, sys, time, torch.distributed as dist
 dist.init_process_group("gloo")
 dist.barrier()
 assert not [name for name in os.environ if name.startswith("FLASHCKPT_JOB_SECRET")]
-from flashckpt.shm.job_key import ranks_key
+from flashckpt.shm.agent_folder import ranks_key
 open(f"{sys.argv[1]}/key{dist.get_rank()}", "w").write(ranks_key().hex())
 mode = os.stat(os.path.join(os.environ["FLASHCKPT_AGENT_DIR"], "key")).st_mode & 0o7777 if ranks_key() else 0o600
 assert mode == 0o600, mode
@@ -165,7 +165,7 @@ def test_several_nodes_a_pickle_in_place_of_the_state_is_refused_and_not_decoded
     with dlrun(tmp_path, *FLAGS, *nodes, script, tmp_path, env=env) as launch:
         launch.until(lambda: up(tmp_path), "the ranks")
         assert not secret or not in_an_argument_list(secret)
-        key = job_key.derived(secret.encode(), "ranks").hex()
+        key = agent_folder.derived(secret.encode(), "ranks").hex()
         assert [(tmp_path / f"key{rank}").read_text() for rank in range(2)] == [key] * 2
         poison(port, tmp_path / "pwned", *KEYS)
         assert launch.wait() == 1

@@ -17,7 +17,7 @@ from flashckpt.trainer.hub.weights import load
 from flashckpt.trainer.model.initial import materialise
 from flashckpt.trainer.model.moe import experts_of
 from flashckpt.trainer.model.transformer import Transformer
-from flashckpt.trainer.optim.matrices import whole_of
+from flashckpt.trainer.optim.builders import whole_of
 from flashckpt.trainer.parallel.apply import local_tensor
 from flashckpt.trainer.parallel.distributed import process_group
 from flashckpt.trainer.parallel.layout import resolve_layout

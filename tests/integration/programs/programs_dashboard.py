@@ -20,9 +20,7 @@ from support.dlrun import ENGINE, dlrun, first_steps
 from support.ranks import wait_for
 from support.s3 import moto_server
 
-from flashckpt.checkpoint.history import RANKS, SessionRecord, write_session
-from flashckpt.checkpoint.incidents import put_incident
-from flashckpt.checkpoint.series import write_series
+from flashckpt.checkpoint.history import RANKS, SessionRecord, put_incident, write_series, write_session
 from flashckpt.core.incident import Incident, encode
 from flashckpt.core.rank_table import RankTimes, encode_table
 from flashckpt.core.snapshot_id import SnapshotId

@@ -21,7 +21,7 @@ from flashckpt.errors import ConfigError, RootError
 from flashckpt.storage.factory import open_store
 from flashckpt.trainer.config import from_values, read_config, to_toml
 from flashckpt.trainer.parallel.distributed import check_root, is_first_start, process_group
-from flashckpt.trainer.train.recorded_config import recorded_config
+from flashckpt.trainer.train.starting import recorded_config
 
 CONFIGS = ROOT / "configs"
 

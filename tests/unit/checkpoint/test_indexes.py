@@ -11,7 +11,7 @@ from support.slots import FakePin, make_pin, shard
 from flashckpt.checkpoint import indexes
 from flashckpt.checkpoint.catalog import read_manifest
 from flashckpt.checkpoint.indexes import missing_writers, put_indexes, read_indexes
-from flashckpt.checkpoint.ranged_reads import with_values
+from flashckpt.checkpoint.spread_reads import with_values
 from flashckpt.checkpoint.writer import commit, persist_slot, write_packs
 from flashckpt.core.manifest import Manifest, encode_manifest
 from flashckpt.errors import DamagedError, PersistError

@@ -11,10 +11,9 @@ from support.daemons import daemon_of, turn_until
 from support.memory_tier import FakeJob
 from support.ranks import wait_for
 
-from flashckpt.checkpoint import history, series
-from flashckpt.checkpoint.history import read_history
+from flashckpt.checkpoint import history
+from flashckpt.checkpoint.history import added, read_history, read_series, write_series
 from flashckpt.checkpoint.root_records import claim_generation
-from flashckpt.checkpoint.series import added, read_series, write_series
 from flashckpt.core.records import seal
 from flashckpt.shm import logged_values
 from flashckpt.shm.logged_values import LoggedValue, append
@@ -63,9 +62,9 @@ def test_a_persister_that_died_between_its_look_and_its_write_loses_nothing(job:
 
 
 def test_curves_and_names_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(series, "MOST_POINTS", 10)
-    monkeypatch.setattr(series, "MOST_NAMES", 2)
-    points: series.Points = {}
+    monkeypatch.setattr(history, "MOST_POINTS", 10)
+    monkeypatch.setattr(history, "MOST_NAMES", 2)
+    points: history.Points = {}
     for step in range(1, 501):
         points = added(points, [("a", step, 0.5), (f"name {step}", step, 1.0)])
     assert points.keys() == {"a", "name 1"}

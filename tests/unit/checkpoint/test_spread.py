@@ -26,8 +26,8 @@ from flashckpt.core.shard import Shard
 from flashckpt.core.spread import Spread, is_spread
 from flashckpt.errors import DamagedError, FormatVersionError, ShardGapError
 from flashckpt.planning.read_plan import SourceNames, plan_reads
+from flashckpt.restore.candidate_sources import SpreadSource
 from flashckpt.restore.executor import Target, execute_reads
-from flashckpt.restore.spread_source import SpreadSource
 from flashckpt.storage.factory import open_store
 from flashckpt.storage.store import Store
 

@@ -11,11 +11,10 @@ from support.memory import killed_at
 from support.slots import make_pin, shard
 
 from flashckpt.checkpoint.catalog import list_checkpoints
-from flashckpt.checkpoint.history import SessionRecord, write_session
+from flashckpt.checkpoint.history import SessionRecord, write_series, write_session
 from flashckpt.checkpoint.marks import keep_as, names_of
 from flashckpt.checkpoint.retention import KEEP, Policy, kept_prefixes, prune, tombstone
 from flashckpt.checkpoint.root_records import claim_generation, prefix_of
-from flashckpt.checkpoint.series import write_series
 from flashckpt.checkpoint.writer import commit, persist_slot
 from flashckpt.cli import main as cli
 from flashckpt.core.lineage import Generation

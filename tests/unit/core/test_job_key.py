@@ -15,7 +15,7 @@ from flashckpt.errors import ConfigError
 from flashckpt.peer_link import PeerLink, StrangerError
 from flashckpt.replicate.connections import linked
 from flashckpt.replicate.records import ReplicaSession
-from flashckpt.shm import agent_folder, job_key
+from flashckpt.shm import agent_folder
 
 SECRET = b"correct-horse-battery-staple"
 DRAWN = b"s" * 32
@@ -24,17 +24,17 @@ DRAWN = b"s" * 32
 
 def test_keys_of_other_purposes_secrets_and_sessions_differ_and_none_is_the_secret() -> None:
     keys = {
-        job_key.derived(SECRET, "ranks"),
-        job_key.derived(SECRET, "another"),
-        job_key.derived(b"another secret of a job", "ranks"),
-        job_key.link_key(job_key.derived(SECRET, "ranks"), DRAWN),
-        job_key.link_key(job_key.derived(SECRET, "ranks"), b"t" * 32),
+        agent_folder.derived(SECRET, "ranks"),
+        agent_folder.derived(SECRET, "another"),
+        agent_folder.derived(b"another secret of a job", "ranks"),
+        agent_folder.link_key(agent_folder.derived(SECRET, "ranks"), DRAWN),
+        agent_folder.link_key(agent_folder.derived(SECRET, "ranks"), b"t" * 32),
         SECRET,
         DRAWN,
     }
     assert len(keys) == 7
-    assert job_key.derived(b"", "ranks") == b""
-    assert job_key.link_key(b"", DRAWN) == DRAWN
+    assert agent_folder.derived(b"", "ranks") == b""
+    assert agent_folder.link_key(b"", DRAWN) == DRAWN
 
 
 def test_key_of_an_agent_is_for_this_user_alone_and_goes_before_the_environment(
@@ -42,20 +42,20 @@ def test_key_of_an_agent_is_for_this_user_alone_and_goes_before_the_environment(
 ) -> None:
     secret = {"FLASHCKPT_JOB_SECRET": SECRET.decode()}
     monkeypatch.setenv("FLASHCKPT_AGENT_DIR", "")
-    assert job_key.ranks_key({}) == b""
+    assert agent_folder.ranks_key({}) == b""
     with pytest.raises(ConfigError, match="FLASHCKPT_JOB_SECRET") as caught:
-        job_key.ranks_key({"FLASHCKPT_JOB_SECRET": "short"})
+        agent_folder.ranks_key({"FLASHCKPT_JOB_SECRET": "short"})
     assert "short" not in str(caught.value)
-    assert job_key.ranks_key(secret) == job_key.derived(SECRET, "ranks")
+    assert agent_folder.ranks_key(secret) == agent_folder.derived(SECRET, "ranks")
     monkeypatch.setenv("FLASHCKPT_AGENT_DIR", pretend_agent(tmp_path))
-    assert job_key.ranks_key(secret) == b"", "dlrun has left none"
+    assert agent_folder.ranks_key(secret) == b"", "dlrun has left none"
     before = os.umask(0)
     try:
         agent_folder.write_key(tmp_path, DRAWN)
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "key").stat().st_mode) == 0o600
-    assert job_key.ranks_key({}) == DRAWN
+    assert agent_folder.ranks_key({}) == DRAWN
 
 
 def session(key: bytes) -> ReplicaSession:
@@ -78,7 +78,7 @@ def join(one: ReplicaSession, other: ReplicaSession) -> list[PeerLink | BaseExce
 
 
 def test_persisters_of_the_job_join_and_who_has_only_seen_the_sessions_number_does_not() -> None:
-    of_job = session(job_key.link_key(job_key.derived(SECRET, "ranks"), DRAWN))
+    of_job = session(agent_folder.link_key(agent_folder.derived(SECRET, "ranks"), DRAWN))
     assert [type(each) for each in join(of_job, of_job)] == [PeerLink, PeerLink]
     for others in ((session(DRAWN), of_job), (of_job, session(DRAWN))):
         found = join(*others)

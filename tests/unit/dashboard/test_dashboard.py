@@ -21,15 +21,12 @@ from support.daemons import daemon_of, turn_until
 from support.memory_tier import FakeJob
 
 from flashckpt.checkpoint.catalog import list_checkpoints
-from flashckpt.checkpoint.history import SessionRecord, read_history, write_session
-from flashckpt.checkpoint.incidents import put_incident
-from flashckpt.checkpoint.series import write_series
+from flashckpt.checkpoint.history import SessionRecord, put_incident, read_history, write_series, write_session
 from flashckpt.cli import main as cli
 from flashckpt.core.incident import Incident, encode
 from flashckpt.dashboard import server as serving
 from flashckpt.dashboard.gather import PageSource
-from flashckpt.dashboard.page import render
-from flashckpt.dashboard.server import Dashboard
+from flashckpt.dashboard.server import Dashboard, render
 from flashckpt.shm.control import Control
 from flashckpt.shm.logged_values import LoggedValue, append
 from flashckpt.storage.factory import open_store

@@ -30,7 +30,7 @@ from flashckpt.storage.fsspec_store import FsspecStore
 from flashckpt.storage.posix import PosixStore
 from flashckpt.storage.s3_errors import request_error, translate
 from flashckpt.trainer.hub.source import read_json
-from flashckpt.trainer.train.report_once import report_once
+from flashckpt.trainer.train.nonfatal import report_once
 
 
 def answer(status: int, code: str = "Code") -> Exception:

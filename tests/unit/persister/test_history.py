@@ -12,9 +12,15 @@ from support.daemons import daemon_of, forked, turn_until
 from support.memory_tier import FakeJob
 from support.ranks import wait_for
 
-from flashckpt.checkpoint import history, incidents
-from flashckpt.checkpoint.history import SessionRecord, read_history, summary, write_session
-from flashckpt.checkpoint.incidents import put_incident, read_incidents
+from flashckpt.checkpoint import history
+from flashckpt.checkpoint.history import (
+    SessionRecord,
+    put_incident,
+    read_history,
+    read_incidents,
+    summary,
+    write_session,
+)
 from flashckpt.checkpoint.root_records import claim_generation
 from flashckpt.core.incident import Incident
 from flashckpt.core.records import seal
@@ -82,7 +88,7 @@ def test_incidents_reach_the_root_once_it_takes_them_and_outlive_the_memory(
     job: FakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With every write of the record, until the root has taken them; the oldest are forgotten there."""
-    monkeypatch.setattr(incidents, "MOST_INCIDENTS", 2)
+    monkeypatch.setattr(history, "MOST_INCIDENTS", 2)
     store = open_store(job.root)
     for number in range(3):
         put_incident(store, f"20250101-00000{number}-0a1b2c.json", b"{}")
@@ -99,7 +105,7 @@ def test_incidents_reach_the_root_once_it_takes_them_and_outlive_the_memory(
     job.step(10, persist=True)
     with daemon_of(job) as daemon:
         turn_until(daemon, lambda: sessions(job), "the record")
-        assert len(store.list(incidents.PREFIX)) == 2
+        assert len(store.list(history.INCIDENTS)) == 2
         write_incident(job.directory.path, found)
         turn_until(daemon, lambda: daemon.history._problem, "an attempt that fails")
         full = False

@@ -14,7 +14,7 @@ from support.spread import lose, train_spread
 from flashckpt.errors import DamagedError
 from flashckpt.restore import gather
 from flashckpt.shm import agent_folder
-from flashckpt.shm.job_key import derived
+from flashckpt.shm.agent_folder import derived
 
 pytestmark = pytest.mark.timeout(600)
 KEY = derived(b"correct-horse-battery-staple", "ranks")

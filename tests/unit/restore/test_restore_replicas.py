@@ -12,8 +12,8 @@ from support.ranks import run_ranks, values
 from support.replicas import replicas_of
 from support.spread import lose, node_dir, train_spread
 
+from flashckpt.shm.agent_folder import derived, link_key
 from flashckpt.shm.job_directory import JobDirectory
-from flashckpt.shm.job_key import derived, link_key
 
 pytestmark = pytest.mark.timeout(600)
 BUSY_S = 200

@@ -25,7 +25,7 @@ from flashckpt.shm.job_directory import JobConfig, JobDirectory
 from flashckpt.storage.factory import S3_OPTIONS, local_path, open_store, root_url
 from flashckpt.storage.posix import PosixStore
 from flashckpt.trainer import config as trainer_config
-from flashckpt.trainer.train import saving
+from flashckpt.trainer.train import starting
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -118,11 +118,11 @@ def test_trainer_sets_every_setting_of_the_engine_by_its_name_and_hands_it_on(tm
     assert run == trainer_config.from_values({"checkpoint": values})
     assert run == trainer_config.from_values(tomllib.loads(trainer_config.to_toml(run)))
     parallel: Any = SimpleNamespace(mesh=None, parts=None)
-    ckpt = saving.checkpointer(run, parallel, None, ema=None)
+    ckpt = starting.checkpointer(run, parallel, None, ema=None)
     assert ckpt._settings == run.checkpoint
     assert (ckpt._settings.persist_every, ckpt._settings.keep_last) == (None, None)
     bare = trainer_config.from_values({"checkpoint": {"root": str(tmp_path)}})
-    ckpt = saving.checkpointer(bare, parallel, None, ema=None)
+    ckpt = starting.checkpointer(bare, parallel, None, ema=None)
     assert replace(ckpt._settings, root="", job="") == Settings()
 
 

@@ -18,7 +18,7 @@ from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import ConfigError, DamagedError, FormatVersionError, JobInUseError, SharedMemoryError
 from flashckpt.shm.job_directory import DaemonStatus, JobConfig, JobDirectory, memory_root
 from flashckpt.shm.lease import Lease
-from flashckpt.storage.factory import earlier_job_id, job_id, job_id_of_root, root_digest, root_url
+from flashckpt.storage.factory import job_id, job_id_of_root, root_digest, root_url
 
 # -- identity -------------------------------------------------------------------------------------------
 
@@ -47,12 +47,8 @@ def test_roots_in_one_allocation_are_jobs_that_a_requeue_finds_again(variable: s
         first = job_id(root)
         monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
         assert job_id(root) == job_id(f"{root}/") == first
-        assert earlier_job_id(first, root) == first.rpartition("-")[0]
-        assert first.startswith(str(earlier_job_id(first, root)))
     monkeypatch.setenv(variable, "4712")
     assert job_id("/r") != first
-    assert earlier_job_id(job_id_of_root("/r"), "/r") is None
-    assert earlier_job_id("mine-4711", "/r") is None
 
 
 def test_without_a_name_the_root_and_the_user_are_the_job(monkeypatch: Any, tmp_path: Any) -> None:

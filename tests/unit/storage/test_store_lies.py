@@ -16,7 +16,7 @@ from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.checkpoint.root_records import MANIFEST, prefix_of
 from flashckpt.checkpoint.writer import commit, persist_slot
 from flashckpt.errors import DamagedError, FlashckptError, StoreError
-from flashckpt.storage.etags import Tags
+from flashckpt.storage.s3_session import Tags
 from flashckpt.storage.store import PART_BYTES, Store
 
 both = pytest.mark.parametrize("backend", ["s3fs", "obstore"])

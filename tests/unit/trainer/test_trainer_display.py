@@ -17,11 +17,9 @@ from support.screen import Terminal, terminal
 
 from flashckpt.shm import agent_folder
 from flashckpt.trainer.train.metrics import StepRecord
-from flashckpt.trainer.train.nonfatal import NonfatalStream, nonfatal_streams
-from flashckpt.trainer.train.report_once import report_once
-from flashckpt.trainer.train.terminal import CLEAR, terminal_of
+from flashckpt.trainer.train.nonfatal import CLEAR, NonfatalStream, nonfatal_streams, report_once, terminal_of
 from flashckpt.trainer.watch import panel
-from flashckpt.trainer.watch.events import KEPT, Event, Events
+from flashckpt.trainer.watch.engine import KEPT, Event, Events
 from flashckpt.trainer.watch.figures import Figures
 from flashckpt.trainer.watch.live import LiveDisplay
 from flashckpt.trainer.watch.plain import ProgressLine, duration

@@ -11,7 +11,7 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from flashckpt.trainer.config import RunConfig, from_values, read_config
 from flashckpt.trainer.parallel.layout import resolve_layout
-from flashckpt.trainer.parallel.schedules import idle_forwards
+from flashckpt.trainer.parallel.switches import idle_forwards
 from flashckpt.trainer.plan.gpus import GPUS
 from flashckpt.trainer.plan.held import held
 from flashckpt.trainer.plan.wire import CARRIED, traffic

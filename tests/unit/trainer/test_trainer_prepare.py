@@ -211,18 +211,6 @@ def test_runs_of_other_settings_share_a_folder_and_what_is_the_same(tmp_path: Pa
     assert parts == {record["name"] for record in indexes[0]["sources"][0]}
 
 
-def test_an_index_of_an_earlier_release_is_read_and_replaced(tmp_path: Path) -> None:
-    data = DataConfig(
-        sources=(SourceConfig(kind="jsonl", urls=json_lines(tmp_path / "raw")),), folder=str(tmp_path / "tokens")
-    )
-    index = prepare(data)
-    folder = tmp_path / "tokens"
-    (folder / index_name(data)).rename(folder / "index.json")
-    assert read_prepared(data) == index
-    prepare(data)
-    assert [path.name for path in folder.glob("index*.json")] == [index_name(data)]
-
-
 @pytest.mark.parametrize(
     ("settings", "error", "words"),
     [

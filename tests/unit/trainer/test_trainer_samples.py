@@ -84,7 +84,7 @@ def test_the_tokenizer_of_a_checkpoint_is_the_one_its_run_trained(tmp_path: Path
     assert files_of_saved(Recorded(256))["tokenizer.json"]
     assert files_of_saved(Recorded(512, data=trained)) == {}
     assert files_of_saved(Recorded(512, data=tokens)) == {}
-    (tmp_path / "index.json").write_text(
+    (tmp_path / "index-0.json").write_text(
         json.dumps({"settings": {}, "sources": [], "tokenizer": "../elsewhere/tokenizer-1.json"})
     )
     (tmp_path / "tokenizer-1.json").write_text("{}")

@@ -22,12 +22,10 @@ from flashckpt.trainer.config.model import ModelConfig
 from flashckpt.trainer.model.flops import count_parameters, flops_per_token, peak_tflops
 from flashckpt.trainer.train.metrics import StepRecord, Trace
 from flashckpt.trainer.train.step_phases import FenceClock
-from flashckpt.trainer.watch import beside
-from flashckpt.trainer.watch.beside import Beside
-from flashckpt.trainer.watch.engine import EngineWatch
-from flashckpt.trainer.watch.events import Events
+from flashckpt.trainer.watch import reporter
+from flashckpt.trainer.watch.engine import EngineWatch, Events
 from flashckpt.trainer.watch.figures import Figures, StepMeter, curves
-from flashckpt.trainer.watch.reporter import Reporter
+from flashckpt.trainer.watch.reporter import Beside, Reporter
 from flashckpt.trainer.watch.wandb_page import PATIENCE, RUN_ID, WandbPage, last_step
 
 RECORD: dict[str, Any] = {"norm": 1.25, "rate": 0.1, "tokens": 64, "samples": "ab", "seconds": 0.5, "loss": 2.5}
@@ -213,7 +211,7 @@ def test_a_page_has_every_figure_once_per_step_over_a_restart(tmp_path: Path) ->
 
 
 def test_a_page_that_hangs_holds_no_step_and_is_given_up_at_the_end(monkeypatch: Any, caplog: Any) -> None:
-    monkeypatch.setattr(beside, "LIMIT", 3)
+    monkeypatch.setattr(reporter, "LIMIT", 3)
     release, seen = threading.Event(), list[int]()
     thread = Beside("the page")
     thread.do(release.wait)
