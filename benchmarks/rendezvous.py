@@ -2,7 +2,7 @@
 
     sudo .venv/bin/python benchmarks/rendezvous.py --agents 8 32 128 --json FILE
 
-Each agent is a process forked from one that has imported torch, and has what dlrun's agent has: its handler, its keep-alives, and the look
+Each agent is a process forked from one that has imported torch, and has what dlrun's agent has: its handler, its keep-alive messages, and the look
 at who waits five times a second. They meet in one store, in a separate network namespace whose loopback device counts bytes and
 packets (acknowledgements of TCP are among them). One is then killed and another takes its place. Idle seconds are counted in between.
 
@@ -156,7 +156,7 @@ def main() -> int:
     """Parse arguments; run in a network namespace, print, write."""
     words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     words.add_argument("--agents", nargs="+", type=int, default=[8, 32, 128])
-    words.add_argument("--idle-s", type=float, default=5.0, help="seconds of which keep-alives are counted")
+    words.add_argument("--idle-s", type=float, default=5.0, help="seconds of which keep-alive messages are counted")
     words.add_argument("--json", type=Path)
     args = words.parse_args()
     if "BENCH_NETNS" not in os.environ:

@@ -131,7 +131,7 @@ def _several_nodes(params: RendezvousParameters, secret: bytes) -> RendezvousHan
 
 
 def _with_frequent_beats(settings: RendezvousSettings) -> RendezvousSettings:
-    """Return settings with the same limit for a silent node whose machine answers, and more keep-alives within it."""
+    """Return settings with the same limit for a silent node whose machine answers, and more keep-alive messages within it."""
     patience = settings.keep_alive_interval * settings.keep_alive_max_attempt
     interval = min(settings.keep_alive_interval, timedelta(seconds=BEAT_S))
     return replace(settings, keep_alive_interval=interval, keep_alive_max_attempt=math.ceil(patience / interval))

@@ -12,7 +12,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 from flashckpt.daemon.launcher import findings
 
 BEAT_S = 0.5
-"""Seconds between two keep-alives."""
+"""Seconds between two keep-alive messages."""
 SUSPECT_S = 1.0
 """Silence after which a node's machine is asked."""
 _UNANSWERED = 2
@@ -41,7 +41,7 @@ class _Heard:
 
 
 class Neighbours:
-    """The keep-alives that one node hears of others.
+    """The keep-alive messages that one node hears of others.
 
     Args:
         patience_s: Silence after which a node is lost even if its machine answers: its agent is stopped, or gone.

@@ -56,7 +56,7 @@ class UnitRounds(_DistributedRendezvousOpExecutor):
     ) -> None:
         """Do what an operation asks for until it is finished.
 
-        As torch does, but keep-alives do not write the state, and waiting ends as soon as the state changes.
+        As torch does, but keep-alive messages do not write the state, and waiting ends as soon as the state changes.
         """
         holder = self._state_holder
         if not isinstance(holder, SharedState):

@@ -1,4 +1,4 @@
-"""Many nodes in one rendezvous: each change is written once, keep-alives change nothing, and a writer that dies holds nobody up."""
+"""Many nodes in one rendezvous: each change is written once, keep-alive messages change nothing, and a writer that dies holds nobody up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a node of a rendezvous counts as lost: by missed keep-alives and, sooner, by a machine that does not answer either."""
+"""When a node of a rendezvous counts as lost: by missed keep-alive messages and, sooner, by a machine that does not answer either."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_watcher_that_is_too_busy_to_ask_takes_no_answer_for_none() -> None:
 
 
 def test_nodes_of_an_earlier_launch_are_given_two_seconds() -> None:
-    """The store outlives launches: their state is in it, their keep-alives are old, their machines may be those of today."""
+    """The store outlives launches: their state is in it, their keep-alive messages are old, their machines may be those of today."""
     ring = Ring(D)
     ring.now_s = 1000.0
     ring.beating -= {A, B, C}
