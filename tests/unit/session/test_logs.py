@@ -9,14 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support import warm
 from support.one_rank import agent_of_the_test  # noqa: F401 -- a fixture
 
 import flashckpt
 from flashckpt.report import notice
-from flashckpt.shm.job_directory import JobConfig, JobDirectory
-from flashckpt.storage.factory import root_url
 
 PROGRAM = """
 import logging, sys, torch
@@ -101,19 +98,3 @@ def test_a_notice_is_escaped_shown_where_it_should_be_and_never_raises(monkeypat
 
     logger.addHandler(Broken())
     notice(logger, "lost")
-
-
-@pytest.mark.usefixtures("agent_of_the_test")
-def test_memory_under_the_id_of_an_earlier_release_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "4711")
-    left = JobDirectory.open("slurm-4711")
-    left.write_config(JobConfig(job="slurm-4711", root=root_url(tmp_path / "old")))
-    for root, count in (("other", 0), ("old", 1)):
-        ckpt = flashckpt.Checkpointer(tmp_path / root)
-        ckpt.track(model=torch.nn.Linear(2, 2))
-        assert ckpt.restore() is None
-        ckpt.close()
-        assert sum("FLASHCKPT_JOB_ID=slurm-4711" in text for text in caplog.messages) == count
-    left.let_go()
