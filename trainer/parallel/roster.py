@@ -139,7 +139,7 @@ class Synchronisations:
 
     Args:
         store: Where the objects are.
-        patience_s: How long a synchronisation waits for groups once one is there whose training counts.
+        patience_s: How long a synchronisation waits for groups of the one before, once one is there whose training counts.
     """
 
     def __init__(self, store: Store, count: int, patience_s: float) -> None:
@@ -177,10 +177,12 @@ class Synchronisations:
         here = {one.group: one for one in self._here(folder)}
         refuse_others([one.settings for one in here.values()])
         base = max(one.version for one in here.values())
-        if len(here) < self._count and not (base == number - 1 and self._is_late(folder)):
-            return None
         before = self.roster(base)
         assert before is not None, "a group has taken part in it"
+        is_next = base == number - 1
+        awaited = set(before.groups) if is_next else set(range(self._count))  # one that was left out comes when it is there
+        if not awaited <= here.keys() and not (is_next and self._is_late(folder)):
+            return None
         if self._store.put_if_absent(f"{folder}/roster", seal(pack(decide(number, here, before)))):
             crash_point("groups.after-roster")
         return self._decided(folder)

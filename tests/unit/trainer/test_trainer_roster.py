@@ -112,6 +112,28 @@ def test_a_synchronisation_waits_for_groups_and_no_longer_than_it_may(tmp_path: 
     assert patient.decided(folder, 1) == found, "decided once"
 
 
+@pytest.mark.parametrize("is_back", [False, True])
+def test_a_group_that_was_left_out_is_not_waited_for_and_taken_in_when_it_is_there(
+    tmp_path: Path, is_back: bool
+) -> None:
+    patient, hasty = meetings(tmp_path, 3, 1e9), meetings(tmp_path, 3)
+    folder = hasty.open_attempt(1)
+    hasty.come(folder, here(0, 0))
+    hasty.come(folder, here(1, 0))
+    assert hasty.decided(folder, 1) is not None
+    assert hasty.settle(folder, is_good=True)
+    folder = patient.open_attempt(2)
+    if is_back:
+        patient.come(folder, here(2, 0))
+    patient.come(folder, here(0, 1))
+    assert patient.decided(folder, 2) is None, "the second took part in the one before"
+    patient.come(folder, here(1, 1))
+    found = patient.decided(folder, 2)
+    assert found is not None
+    assert found.groups == ((0, 1, 2) if is_back else (0, 1))
+    assert found.gave == (0, 1)
+
+
 def test_groups_that_are_behind_wait_for_one_that_is_not(tmp_path: Path) -> None:
     all_there = meetings(tmp_path, 3, 1e9)
     folder = all_there.open_attempt(1)
