@@ -180,7 +180,9 @@ class Synchronisations:
         before = self.roster(base)
         assert before is not None, "a group has taken part in it"
         is_next = base == number - 1
-        awaited = set(before.groups) if is_next else set(range(self._count))  # one that was left out comes when it is there
+        awaited = (
+            set(before.groups) if is_next else set(range(self._count))
+        )  # one that was left out comes when it is there
         if not awaited <= here.keys() and not (is_next and self._is_late(folder)):
             return None
         if self._store.put_if_absent(f"{folder}/roster", seal(pack(decide(number, here, before)))):
