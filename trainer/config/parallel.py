@@ -28,7 +28,7 @@ class ParallelConfig:
             steps; 0: gradients are averaged over all in each step.
         groups: Groups that train apart and are separate runs, each started with its number `group` from 0 on: one that is lost
             is left out of the next synchronisation. 0: they are ranks of one run.
-        sync_wait_s: Seconds for which a synchronisation waits for groups that are not there.
+        sync_wait_s: Seconds for which a synchronisation waits for groups of the one before.
         sync_address: Of this machine, for the other groups; "": what its name says.
         outer_rate, outer_momentum: Of the outer optimizer, SGD with Nesterov momentum. 1 and 0: the parameters are averaged.
     """

@@ -139,7 +139,7 @@ class GroupMeeting:
             if roster is not None and self._rosters.is_over(folder):
                 self._at = None  # it began before this group came
                 continue
-            self._show(folder)
+            self._show(folder, number)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_POLL_S)
         return b""
@@ -227,10 +227,12 @@ class GroupMeeting:
             text = f"step {roster.step}: all groups continue behind it, what was synchronised after it is lost"
         logger.log(logging.WARNING if absent or new or roster.again else logging.INFO, "%s", text)
 
-    def _show(self, folder: str) -> None:
+    def _show(self, folder: str, number: int) -> None:
         if time.monotonic() - self._shown > _SHOWN_S:
             self._shown = time.monotonic()
-            logger.warning("waiting for %s to synchronise", _listed(self._rosters.missing(folder)) or "the others")
+            logger.warning(
+                "waiting for %s to synchronise", _listed(self._rosters.missing(folder, number)) or "the others"
+            )
 
 
 def _listed(groups: Sequence[int]) -> str:

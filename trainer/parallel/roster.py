@@ -176,14 +176,8 @@ class Synchronisations:
             return found
         here = {one.group: one for one in self._here(folder)}
         refuse_others([one.settings for one in here.values()])
-        base = max(one.version for one in here.values())
-        before = self.roster(base)
-        assert before is not None, "a group has taken part in it"
-        is_next = base == number - 1
-        awaited = (
-            set(before.groups) if is_next else set(range(self._count))
-        )  # one that was left out comes when it is there
-        if not awaited <= here.keys() and not (is_next and self._is_late(folder)):
+        before, is_next = self._newest_of(here, number)
+        if not self._awaited(before, is_next=is_next) <= here.keys() and not (is_next and self._is_late(folder)):
             return None
         if self._store.put_if_absent(f"{folder}/roster", seal(pack(decide(number, here, before)))):
             crash_point("groups.after-roster")
@@ -200,9 +194,21 @@ class Synchronisations:
         """Return whether an attempt has ended."""
         return self._outcome(folder) is not None
 
-    def missing(self, folder: str) -> list[int]:
-        """Return the groups that have not come."""
-        return sorted({*range(self._count)} - {one.group for one in self._here(folder)})
+    def missing(self, folder: str, number: int) -> list[int]:
+        """Return the groups that are waited for."""
+        here = {one.group: one for one in self._here(folder)}
+        before, is_next = self._newest_of(here, number)
+        return sorted(self._awaited(before, is_next=is_next) - here.keys())
+
+    def _newest_of(self, here: Mapping[int, Here], number: int) -> tuple[Roster, bool]:
+        """Return the roster of the newest synchronisation that one of them took part in; whether it is the one before."""
+        base = max(one.version for one in here.values())
+        before = self.roster(base)
+        assert before is not None, "a group has taken part in it"
+        return before, base == number - 1
+
+    def _awaited(self, before: Roster, *, is_next: bool) -> set[int]:
+        return {*before.groups} if is_next else {*range(self._count)}  # one that was left out comes when it is there
 
     def _is_late(self, folder: str) -> bool:
         """Return whether an attempt has waited long enough since this was asked first."""

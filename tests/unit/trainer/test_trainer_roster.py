@@ -127,6 +127,7 @@ def test_a_group_that_was_left_out_is_not_waited_for_and_taken_in_when_it_is_the
         patient.come(folder, here(2, 0))
     patient.come(folder, here(0, 1))
     assert patient.decided(folder, 2) is None, "the second took part in the one before"
+    assert patient.missing(folder, 2) == [1]
     patient.come(folder, here(1, 1))
     found = patient.decided(folder, 2)
     assert found is not None
