@@ -49,7 +49,9 @@ def _own_temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
     tmp_path_factory.getbasetemp()  # of all tests: pytest makes it at its first use
     before = tempfile.tempdir
     tempfile.tempdir = tempfile.mkdtemp(prefix="fk-")  # short: paths of sockets are
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", tempfile.tempdir)  # of the programs that tests start
+        yield
     shutil.rmtree(tempfile.tempdir, ignore_errors=True)
     tempfile.tempdir = before
 
