@@ -70,6 +70,3 @@ def _dealt_to(world: World) -> int:
     names = enumerate(mesh.mesh_dim_names or ())
     sizes = [mesh.size(number) for number, name in names if name.startswith("dp")]
     return math.prod(sizes) if sizes else world.size
-
-
-__all__ = ["refuse_other_ranks", "refuse_other_workers"]
