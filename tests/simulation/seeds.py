@@ -147,4 +147,11 @@ SEEDS = [
           Fault(38.770498682519076, "kill rank", 246, 0.27588000375266597),
           Fault(39.74893204809638, "kill rank", 75, 0.14603835958786215),
           Fault(39.861122894569746, "kill rank", 630, 0.2222948835258043)]),
+    # an operator deletes a folder in which two nodes have leases: both renew theirs, which is no take-over
+    Seed("a commit is left to who has its lease", 430851957,
+         Setup(nodes=4, spares=1, slots=2, step_s=10.0, persist_every=1, persist_s=20, copy_s=0.1, keep_last=1, keep_every=20,
+               latency_s=0.6, quiet_s=5.0),
+         [Fault(10.424390808209871, "storage denies", 232, 0.8565062337487943),
+          Fault(120.9215663801785, "kill rank at a point", 116, 0.3287520907442566),
+          Fault(186.6778563204315, "operator deletes", 269, 0.10668756774657517)]),
 ]  # fmt: skip
