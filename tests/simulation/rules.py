@@ -203,7 +203,8 @@ class Rules(Lineages):
             for work in waiting:
                 work(identity)
         elif name.startswith("committer.") and kind == "put" and before is None:
-            if parse_prefix(folder) not in self._removed_s:  # else it may be renewed, which looks alike
+            # renewed in a folder that was removed, or copied with it: looks alike
+            if parse_prefix(folder) not in self._removed_s and not self.job.is_operator:
                 watches.lease_taken(self.job, key)
         elif folder == "intents" and kind == "put" and before is None:
             self._may_decide(name)

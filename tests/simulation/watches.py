@@ -91,7 +91,13 @@ def intent_closed(job: Job, name: str, newest: SnapshotId) -> None:
 
 
 def lease_taken(job: Job, key: str) -> None:
-    """Somebody takes over a commit: not from a holder that was heard of a moment ago."""
+    """Somebody takes over a commit: not from a holder that was heard of a moment ago.
+
+    Where requests take a good part of the lease's time, or listings lag, its holder is not seen in time, and both commit:
+    one MANIFEST wins.
+    """
+    if job.rules.look_s() > LEASE_S / 2 or "listings lag" in job.met:
+        return
     stem, _, number = key.rpartition(".")
     before = job.bucket.objects.get(f"{stem}.{int(number) - 1:06d}")
     if before is not None and (silent_s := CLOCK.scheduler.now - before[1]) < LEASE_S - job.rules.look_s():
