@@ -20,9 +20,10 @@ from rich.console import Console
 from support.daemons import two_checkpoints
 
 from flashckpt.checkpoint.catalog import read_manifest
-from flashckpt.cli import common, comparison, diff, gc, inspect, status, status_page
+from flashckpt.cli import common, gc, status, status_page
 from flashckpt.cli import main as cli
 from flashckpt.cli.output import FittingTable
+from flashckpt.console import comparison, diff, inspect
 from flashckpt.errors import DamagedError, StoreError
 from flashckpt.printable import counted, plain, printable, to_json
 from flashckpt.report import PrintableFormatter
@@ -118,7 +119,7 @@ def test_values_that_json_and_python_text_lack_are_shown(
         return manifest
 
     for module in ("inspect", "diff"):
-        monkeypatch.setattr(f"flashckpt.cli.{module}.read_manifest", with_values)
+        monkeypatch.setattr(f"flashckpt.console.{module}.read_manifest", with_values)
     code, out, err = run(*command.replace("ROOT", root).split(), capsys=capsys)
     assert code in (0, 1), err
     assert "<integer of 20001 bits>" in out

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from support.daemons import two_checkpoints
 
-from flashckpt.cli import comparison, diff, output
 from flashckpt.cli import main as cli
+from flashckpt.cli import output
 from flashckpt.cli.output import FittingTable, OutputConsole
+from flashckpt.console import comparison, diff
 from flashckpt.core.shard import Shard
 from flashckpt.restore.executor import Target, execute_reads
 from flashckpt.restore.sources import StorageSource

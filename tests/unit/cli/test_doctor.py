@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.cli import doctor
 from flashckpt.cli import main as cli
+from flashckpt.console import doctor
 from flashckpt.shm.block import Capacity
 from flashckpt.storage.factory import open_store
 from flashckpt.storage.posix import PosixStore

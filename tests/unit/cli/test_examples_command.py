@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from support.paths import ROOT
 
-from flashckpt.cli import examples
 from flashckpt.cli import main as cli
+from flashckpt.console import examples
 
 Captured = pytest.CaptureFixture[str]
 SHIPPED = {

@@ -28,10 +28,10 @@ from flashckpt.cli.common import (
     step_option,
     words_of,
 )
-from flashckpt.cli.coverage import coverage_rows, coverage_table, parse_layout, plan_layout, plan_table
 from flashckpt.cli.output import FittingTable
 from flashckpt.cli.replicas import lags
 from flashckpt.cli.status_page import in_short
+from flashckpt.console.coverage import coverage_rows, coverage_table, parse_layout, plan_layout, plan_table
 from flashckpt.core.incident import as_values
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard import split_owner

@@ -21,7 +21,7 @@ from flashckpt.cli.common import (
     root_options,
     show,
 )
-from flashckpt.cli.comparison import compare, same
+from flashckpt.console.comparison import compare, same
 from flashckpt.printable import counted, printable
 from flashckpt.restore.sources import StorageSource
 from flashckpt.storage.store import Store
