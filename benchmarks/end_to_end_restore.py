@@ -42,11 +42,11 @@ def main() -> None:
 def write(model: object, folder: Path) -> None:
     """Leave the files of every way, and a snapshot in memory."""
     from flashckpt import Checkpointer
-    from flashckpt.bench import peers
+    from flashckpt.bench import rank
 
     tensors = {name: one.detach() for name, one in model.named_parameters()}  # type: ignore[attr-defined]
     for way in ("torch.save", "dcp.save", "safetensors"):
-        peers.write(tensors, rank=0, name=way, directory=str(folder), beside=lambda _: 0.0)
+        rank.write(tensors, rank=0, name=way, directory=str(folder), beside=lambda _: 0.0)
     ckpt = Checkpointer(str(folder / "flashckpt"), snapshot_every=1, persist_every=1, keep_last=1, job=JOB)
     ckpt.track(model=model)
     ckpt.restore()

@@ -95,12 +95,12 @@ class Trainer:
             began = time.monotonic()
             self._raw() if way == "raw" else self._memcpy()
             return {way: time.monotonic() - began}
-        from flashckpt.bench import peers
+        from flashckpt.bench import rank
 
         tensors = {name: one.detach() for name, one in self.model.named_parameters()}
         folder = self.folder / f"{way}.0"
         try:
-            found = peers.write(tensors, rank=0, name=way, directory=str(self.folder), beside=lambda _: 0.0)
+            found = rank.write(tensors, rank=0, name=way, directory=str(self.folder), beside=lambda _: 0.0)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         stages = {way: found["durable_s"]}

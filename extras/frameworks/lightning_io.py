@@ -13,7 +13,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
 from flashckpt.errors import ConfigError
-from flashckpt.interop.nested_folders import read_folder, write_folder
+from flashckpt.interop.nested_state import read_folder, write_folder
 from flashckpt.interop.target import remove_whole
 
 

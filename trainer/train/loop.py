@@ -42,9 +42,8 @@ from flashckpt.trainer.train.hooks import HookedRun, hooks_of
 from flashckpt.trainer.train.metrics import StepRecord
 from flashckpt.trainer.train.optim import clamp_gradients, clip_gradients, no_way_back, report_nonfinite
 from flashckpt.trainer.train.phased_data import PhasedData
-from flashckpt.trainer.train.phases import Phase, check_layouts, phase_at, phases_of
+from flashckpt.trainer.train.phases import Phase, check_layouts, phase_at, phases_of, rate_jump
 from flashckpt.trainer.train.profile_range import NOTHING, Profiled
-from flashckpt.trainer.train.rate_jump import rate_jump
 from flashckpt.trainer.train.record import RunRecord, SpikeError, say_once
 from flashckpt.trainer.train.starting import (
     announce,

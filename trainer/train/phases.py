@@ -2,14 +2,105 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from flashckpt.errors import ConfigError
-from flashckpt.trainer.config import RunConfig
-from flashckpt.trainer.config.phase import PhaseConfig
+from flashckpt.trainer.config import RunConfig, TrainConfig
+from flashckpt.trainer.config.optim import OptimConfig
+from flashckpt.trainer.config.phase import PhaseConfig, PhasesConfig
 from flashckpt.trainer.parallel.layout import resolve_layout
-from flashckpt.trainer.train.rate import learning_rate
+
+_NOTICEABLE = 0.05
+"""Part by which the next rate may differ: curves that part slowly from here on do not jump."""
+
+
+def rate_jump(before: Mapping[str, Any], now: RunConfig, step: int) -> str:
+    """Return a warning if the rate at `step`, or noticeably at the next, is not the recorded schedule's, else nothing."""
+    then = _recorded(before, now)
+    optim, steps = then.optim, then.train.steps
+    earlier, present = phases_of(then), phases_of(now)
+
+    def rates(at: int) -> tuple[float, float]:
+        return phase_at(earlier, at).rate(at), phase_at(present, at).rate(at)
+
+    where, (old, new) = f"the restored step {step}", rates(step)
+    if math.isclose(old, new, rel_tol=1e-9):
+        where, (old, new) = f"step {step + 1}, the first after the restored one", rates(step + 1)
+        if math.isclose(old, new, rel_tol=_NOTICEABLE) or step >= now.train.steps:
+            return ""
+    factor = f" ({new / old:.3g} times)" if old > 0 else ""
+    warning = (
+        f"the learning rate jumps at {where}: {old:.3e} under the recorded schedule "
+        f"({_words(optim, steps)}), {new:.3e} under this one ({_words(now.optim, now.train.steps)}){factor}"
+    )
+    if (
+        not then.phase.each
+        and not now.phase.each
+        and _decays_with_run(optim, now.optim)
+        and steps > optim.warmup_steps
+        and steps != now.train.steps
+    ):
+        warning += f"; to continue on the recorded one, set optim.decay_steps = {steps - optim.warmup_steps}"
+    return warning
+
+
+def _recorded(before: Mapping[str, Any], now: RunConfig) -> RunConfig:
+    """Return the recorded run, as far as the rate follows from it."""
+    optim = _known(OptimConfig, before.get("optim", {}))
+    optim.pop("groups", None)  # factors of the rate, not the rate
+    train = {"steps": now.train.steps, **before.get("train", {})}
+    kept = {name: train[name] for name in ("steps", "seq_len", "global_batch") if name in train}
+    phases = tuple(PhaseConfig(**_known(PhaseConfig, one)) for one in before.get("phase", {}).get("each", []))
+    return RunConfig(optim=OptimConfig(**optim), train=replace(TrainConfig(), **kept), phase=PhasesConfig(each=phases))
+
+
+def _known(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    names = {field.name for field in dataclasses.fields(kind)}
+    return {name: value for name, value in values.items() if name in names}
+
+
+def _words(optim: OptimConfig, steps: int) -> str:
+    decay = f", decay_steps {optim.decay_steps}" if optim.decay_steps else ""
+    return f"{optim.schedule}, {steps} steps{decay}, lr {optim.lr:g}"
+
+
+def _decays_with_run(before: OptimConfig, now: OptimConfig) -> bool:
+    """Whether only the length of the run changed the schedule."""
+    return (
+        replace(before, groups=now.groups) == now
+        and before.schedule in ("cosine", "linear", "1-sqrt")
+        and not before.decay_steps
+    )
+
+
+def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
+    """Return the rate of optimizer step `step` (from 1): warm-up, then the chosen shape down to `min_lr`.
+
+    A pure function of the step, without state. `decay_steps` 0 means: all after the warm-up
+    (for "wsd": the last fifth of the run).
+    """
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    span = config.decay_steps or (
+        max(1, steps // 5) if config.schedule == "wsd" else max(1, steps - config.warmup_steps)
+    )
+    start = steps - span if config.schedule == "wsd" else config.warmup_steps
+    done = min(1.0, max(0.0, (step - start) / span))
+    shape = config.decay_shape if config.schedule == "wsd" else config.schedule
+    return config.min_lr + (config.lr - config.min_lr) * _left(shape, done)
+
+
+def _left(shape: str, done: float) -> float:
+    """Return what is left of a decay of which the part `done` is over, both from 0 to 1."""
+    if shape == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * done))
+    return 1.0 - math.sqrt(done) if shape == "1-sqrt" else 1.0 - done
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

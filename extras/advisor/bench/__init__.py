@@ -1,6 +1,6 @@
 """`flashckpt bench`: shared memory and storage, measured.
 
-Torch-free, except for the peers (`flashckpt.bench.peers`), which are other people's libraries
+Torch-free, except for the peers (`flashckpt.bench.rank`), which are other people's libraries
 measured at the same layout in the same run.
 """
 

@@ -198,9 +198,8 @@ def compare_command(first: Path, second: Path, json_path: Path | None) -> None:
     """Ratios of two results (second over first), and which differences exceed the spread."""
     from dataclasses import asdict
 
-    from flashckpt.bench.compare import caveats, compare
     from flashckpt.bench.measure import plain, read_json, write_json
-    from flashckpt.bench.table import new_table
+    from flashckpt.bench.table import caveats, compare, new_table
 
     a, b = read_json(first), read_json(second)
     rows, said = compare(a, b), caveats(a, b)

@@ -14,7 +14,7 @@ from typing import Any
 
 from flashckpt.bench.host import drop_caches, evict, peak_memory
 from flashckpt.bench.measure import cpu_seconds
-from flashckpt.bench.timed_store import timed
+from flashckpt.bench.probe import timed
 from flashckpt.bench.worker import Command, serve
 from flashckpt.checkpoint.root_records import prefix_of
 from flashckpt.checkpoint.writer import PersistOptions, commit, persist_slot

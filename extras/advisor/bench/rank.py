@@ -2,6 +2,10 @@
 
 Run as `python -m flashckpt.bench.rank` by `flashckpt.bench.job`, which plays the part of dlrun: it watches over the
 ranks (FLASHCKPT_AGENT_DIR, FLASHCKPT_RESTART) and has the slots persisted by a separate process.
+
+With --peers, other libraries write the same tensors in the same rounds: one file or folder per rank, without collectives,
+which flatters them: a real run of torch.distributed.checkpoint plans across ranks. What a peer leaves to the page cache is
+synced here, and counted apart, so that "durable" means the same for everybody.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from flashckpt import Checkpointer
+from flashckpt.bench import PEERS
 from flashckpt.bench.data import fill as fill_data
 from flashckpt.bench.layouts import copies_of
 from flashckpt.bench.measure import cpu_seconds, median
@@ -31,6 +36,89 @@ from flashckpt.core.superblock import SegmentSpec
 from flashckpt.errors import DamagedError
 from flashckpt.report import RestoreReport
 from flashckpt.shm.segment import Segment
+
+
+def write(
+    state: dict[str, torch.Tensor],
+    *,
+    rank: int,
+    name: str,
+    directory: str,
+    beside: Callable[[Callable[[], bool]], float],
+) -> Mapping[str, Any]:
+    """Write `state` below `directory`; return seconds blocked, lost beside, until written, and until it is synced.
+
+    Args:
+        state: Tensors by name.
+        rank: Of the writer; names its file.
+        name: One of PEERS.
+        directory: Exists.
+        beside: Computes until what it is given returns True, and returns by how many seconds that took too long.
+    """
+    folder = Path(directory) / f"{name}.{rank}"
+    folder.mkdir()
+    _process_group()
+    started = time.perf_counter()
+    future = _WRITERS[name](state, folder)
+    blocked = time.perf_counter()
+    beside_s = 0.0
+    if future is not None:
+        beside_s = beside(future.done)
+        future.result()
+    written = time.perf_counter()
+    sync(folder)
+    now = time.perf_counter()
+    return {
+        "blocked_s": blocked - started,
+        "beside_s": beside_s,
+        "written_s": written - started,
+        "durable_s": now - started,
+    }
+
+
+def sync(folder: Path) -> None:
+    """Make every file below a folder durable, and the folder itself."""
+    for path in [*folder.rglob("*"), folder, folder.parent]:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def _process_group() -> None:
+    """Make a group of one: dcp.async_save asks for a CPU backend even where nobody else takes part."""
+    distributed: Any = torch.distributed  # HashStore is public, but not in its type stubs
+    if not distributed.is_initialized():
+        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+
+
+def _torch_save(state: dict[str, torch.Tensor], folder: Path) -> None:
+    torch.save(state, folder / "state.pt")
+
+
+def _dcp_save(state: dict[str, torch.Tensor], folder: Path) -> None:
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    save(state, checkpoint_id=folder / "dcp", no_dist=True)
+
+
+def _dcp_async_save(state: dict[str, torch.Tensor], folder: Path) -> Any:
+    from torch.distributed.checkpoint.state_dict_saver import async_save
+
+    return async_save(state, checkpoint_id=folder / "dcp")
+
+
+def _safetensors(state: dict[str, torch.Tensor], folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(state, folder / "state.safetensors")
+
+
+_WRITERS: dict[str, Callable[[dict[str, torch.Tensor], Path], Any]] = dict(
+    zip(PEERS, (_torch_save, _dcp_save, _dcp_async_save, _safetensors), strict=True)
+)
+
 
 MANIFEST_BYTES = 1 << 20
 _SQUARE = 192  # rows of the matrices that stand for forward and backward: milliseconds each
@@ -167,13 +255,12 @@ class Rank:
 
     def peer(self, name: str, directory: str) -> Mapping[str, Any]:
         """Write the state with another library, computing beside it where it lets us."""
-        from flashckpt.bench import peers
 
         def beside(is_done: Callable[[], bool]) -> float:
             return self._lost(self._loops(lambda _: is_done()))
 
         state = {shard.fqn: tensor for shard, tensor in zip(self.shards, self.tensors, strict=True)}
-        return peers.write(state, rank=self.rank, name=name, directory=directory, beside=beside)
+        return write(state, rank=self.rank, name=name, directory=directory, beside=beside)
 
     def _checkpointer(self) -> Checkpointer:
         config = self.config

@@ -17,19 +17,20 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 import click
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
 
 from flashckpt.daemon.launcher import ledger
 from flashckpt.errors import ConfigError, FlashckptError, JobInUseError
 from flashckpt.trainer.config import RunConfig, read_config
-from flashckpt.trainer.demo.progress import Progress
 from flashckpt.trainer.demo.report import (
     Comparison,
     compare_traces,
@@ -38,9 +39,53 @@ from flashckpt.trainer.demo.report import (
     recovery_facts,
     recovery_table,
 )
-from flashckpt.trainer.demo.run import DemoRun, forget_job
-from flashckpt.trainer.demo.words import prepare_text, say_words, without_library
+from flashckpt.trainer.demo.run import DemoRun, forget_job, prepare_text, say_words, without_library
 from flashckpt.trainer.parallel.layout import resolve_layout
+
+EVERY = 10
+
+
+class Progress:
+    """Shows the progress of a run."""
+
+    def __init__(self, console: Console, *, steps: int, name: str) -> None:
+        self._console, self._steps, self._name = console, steps, name
+        self._bar: Bar | None = None
+        self._task = TaskID(0)
+        self._printed = 0
+
+    def __enter__(self) -> Progress:  # noqa: PYI034 -- typing.Self needs Python 3.11
+        if self._console.is_terminal:
+            columns = (
+                TextColumn("  {task.description}"), BarColumn(bar_width=30), MofNCompleteColumn(),
+                TextColumn("{task.fields[text]}"), TimeElapsedColumn(),
+            )  # fmt: skip
+            self._bar = Bar(*columns, console=self._console, transient=False)
+            self._task = self._bar.add_task(self._name, total=self._steps, text="starting")
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self, trace: Sequence[Mapping[str, Any]]) -> None:
+        """Show the newest step of a trace."""
+        if not trace:
+            return
+        step, loss = int(trace[-1]["step"]), float.fromhex(trace[-1]["loss"])
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, text=f"loss {loss:.4f}")
+        elif step // EVERY != self._printed // EVERY:
+            self._console.print(f"  step {step}/{self._steps}  loss {loss:.4f}")
+        self._printed = step
+
+    def note(self, text: str) -> None:
+        """Print an event without disturbing the live line."""
+        self._console.print(f"  [yellow]{text}[/yellow]")
+
 
 RANKS = 8
 DEFAULT_CONFIG = Path(__file__).absolute().parents[2] / "configs" / "demo.toml"

@@ -20,8 +20,7 @@ from flashckpt.trainer.parallel.distributed import device_name
 from flashckpt.trainer.train.hooks import HookedRun, TrainerHooks
 from flashckpt.trainer.train.metrics import StepRecord
 from flashckpt.trainer.watch.engine import EngineWatch, Events
-from flashckpt.trainer.watch.phase_profile import PhaseProfile
-from flashckpt.trainer.watch.profiler import StepProfiler
+from flashckpt.trainer.watch.profiler import PhaseProfile, StepProfiler
 from flashckpt.trainer.watch.reporter import Reporter
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from support.paths import ROOT
 
 from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.errors import ConfigError, UnsupportedStateError
-from flashckpt.interop.nested_folders import read_folder
+from flashckpt.interop.nested_state import read_folder
 from flashckpt.storage.factory import open_store
 
 PROGRAMS = ROOT / "tests/integration/frameworks"

@@ -29,7 +29,7 @@ from flashckpt.trainer.optim.builders import build_optimizers
 from flashckpt.trainer.parallel.distributed import process_group
 from flashckpt.trainer.parallel.layout import MULTI_STAGE, SINGLE_STAGE, resolve_layout
 from flashckpt.trainer.train import loop
-from flashckpt.trainer.train.rate import learning_rate
+from flashckpt.trainer.train.phases import learning_rate
 
 STEPS = 3
 BATCH = 7

@@ -21,7 +21,7 @@ from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.trainer.__main__ import main
 from flashckpt.trainer.config import from_values
 from flashckpt.trainer.hub.source import HubFolder
-from flashckpt.trainer.model import kept
+from flashckpt.trainer.model import transformer
 from flashckpt.trainer.model.transformer import Transformer
 from flashckpt.trainer.parallel.apply import build_parallel
 from flashckpt.trainer.parallel.distributed import process_group
@@ -153,13 +153,13 @@ def test_float8_is_near_float32_and_is_not_it(scaling: str, corpus: Any) -> None
 
 def test_forward_keeps_as_many_bytes_as_without_float8(monkeypatch: Any) -> None:
     moved: list[int] = []
-    copied = kept._copied
+    copied = transformer._copied
 
     def noting(tensor: torch.Tensor) -> torch.Tensor:
         moved.append(tensor.nbytes)
         return copied(tensor)
 
-    monkeypatch.setattr(kept, "_copied", noting)
+    monkeypatch.setattr(transformer, "_copied", noting)
     totals = []
     for train in (BASE["train"], {}):
         config = from_values({"model": SIZES, "train": train})

@@ -13,7 +13,7 @@ import pytest
 from support.bench_runs import left, result_of, run
 
 from flashckpt.bench import measure, probe
-from flashckpt.bench.compare import caveats, compare
+from flashckpt.bench.table import caveats, compare
 from flashckpt.cli.main import main
 from flashckpt.errors import ConfigError, FlashckptError, LayoutError, RootError
 from flashckpt.shm.job_directory import memory_root

@@ -27,8 +27,8 @@ from flashckpt import faults
 from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.cli import main as cli
 from flashckpt.errors import ConfigError, DamagedError, FlashckptError, NoCheckpointError, UnsupportedStateError
-from flashckpt.interop import nested_folders, nested_state, target
-from flashckpt.interop.nested_folders import read_folder, write_folder
+from flashckpt.interop import nested_state, target
+from flashckpt.interop.nested_state import read_folder, write_folder
 from flashckpt.storage.posix import PosixStore
 
 
@@ -177,7 +177,7 @@ def test_killed_anywhere_the_name_has_a_whole_checkpoint_or_none(point: str, rep
 WRITER = """
 import sys, torch
 from pathlib import Path
-from flashckpt.interop.nested_folders import write_folder
+from flashckpt.interop.nested_state import write_folder
 n = 0
 while True:
     n += 1
@@ -261,4 +261,4 @@ def test_a_disk_without_room_keeps_the_old_one(tmp_path: Path, monkeypatch: pyte
 
 def test_tensors_are_put_on_the_device_that_is_asked_for(tmp_path: Path) -> None:
     save({"w": torch.ones(2)}, tmp_path / "a.ckpt")
-    assert nested_folders.read_folder(tmp_path / "a.ckpt", device="meta")["w"].device.type == "meta"
+    assert nested_state.read_folder(tmp_path / "a.ckpt", device="meta")["w"].device.type == "meta"

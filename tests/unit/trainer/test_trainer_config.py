@@ -20,7 +20,7 @@ from flashckpt.trainer.config import from_values, read_config, to_toml, to_value
 from flashckpt.trainer.config.changes import compare, recorded_values, refuse_changes
 from flashckpt.trainer.model.transformer import Transformer
 from flashckpt.trainer.parallel.layout import MULTI_STAGE, SINGLE_STAGE, SPLIT_BACKWARD, resolve_layout, stage_layers
-from flashckpt.trainer.train.rate_jump import rate_jump
+from flashckpt.trainer.train.phases import rate_jump
 
 DDP = {"data_parallel": "ddp", "dp_replicate": 2, "dp_shard": 1}
 

@@ -15,10 +15,8 @@ from support.paths import ROOT
 from flashckpt.plan.model import PUBLISHED_GPU_HOURS, Failures, forecast
 from flashckpt.plan.report import Rates, costs_from
 from flashckpt.trainer.config import RunConfig, read_config
-from flashckpt.trainer.dry_run.command import describe, slot_of
-from flashckpt.trainer.dry_run.kinds import rank_kinds
+from flashckpt.trainer.dry_run.command import as_text, describe, rank_kinds, slot_of
 from flashckpt.trainer.dry_run.options import DryRunOptions
-from flashckpt.trainer.dry_run.report import as_text
 from flashckpt.trainer.hub.hub_config import from_hub, to_hub
 from flashckpt.trainer.model.flops import count_parameters
 from flashckpt.trainer.parallel.layout import resolve_layout

@@ -11,8 +11,7 @@ from rich.console import Console
 
 from flashckpt.errors import ConfigError, JobInUseError
 from flashckpt.shm.job_directory import JobDirectory, memory_root
-from flashckpt.trainer.demo.__main__ import main, read_plan
-from flashckpt.trainer.demo.progress import Progress
+from flashckpt.trainer.demo.__main__ import Progress, main, read_plan
 from flashckpt.trainer.demo.report import compare_traces, draw, read_restores, recovery_facts, recovery_table
 from flashckpt.trainer.demo.run import forget_job
 

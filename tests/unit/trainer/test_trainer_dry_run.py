@@ -15,9 +15,8 @@ from support.paths import ROOT
 from flashckpt.errors import ConfigError
 from flashckpt.trainer import __main__ as command
 from flashckpt.trainer.config import from_values, read_config
-from flashckpt.trainer.dry_run.kinds import kinds_by_rank, rank_kinds
+from flashckpt.trainer.dry_run.command import kinds_by_rank, rank_kinds, spans
 from flashckpt.trainer.dry_run.options import DryRunOptions, take_options
-from flashckpt.trainer.dry_run.report import spans
 from flashckpt.trainer.parallel.layout import resolve_layout
 from flashckpt.trainer.plan.activations import estimate, in_flight
 

@@ -24,10 +24,9 @@ from flashckpt.trainer.data.prepare import prepare
 from flashckpt.trainer.data.questions import read_questions
 from flashckpt.trainer.data.sets import check_evaluation, prepare_sets, run_vocabulary, sets_of
 from flashckpt.trainer.data.vocabulary import Vocabulary, train_bpe
-from flashckpt.trainer.evaluate.probes import Probe, continued, open_probes
 from flashckpt.trainer.evaluate.results import Score, Scores, curves_of, plain_scores, score_lines, score_table
 from flashckpt.trainer.evaluate.rows import NO_TARGET, RowScores, chunks_of
-from flashckpt.trainer.evaluate.scores import Evaluator
+from flashckpt.trainer.evaluate.scores import Evaluator, Probe, continued, open_probes
 from flashckpt.trainer.parallel.apply import build_parallel
 from flashckpt.trainer.parallel.distributed import process_group
 from flashckpt.trainer.parallel.layout import resolve_layout

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from flashckpt.trainer.config.model import ModelConfig
-from flashckpt.trainer.model import grouped
-from flashckpt.trainer.model.grouped import obstacle
-from flashckpt.trainer.model.moe import Experts, MixtureOfExperts, choose_products, described_products
+from flashckpt.trainer.model import moe
+from flashckpt.trainer.model.moe import Experts, MixtureOfExperts, choose_products, described_products, obstacle
 
 CPU = torch.device("cpu")
 
@@ -78,12 +77,12 @@ def test_a_torch_without_the_product_or_with_a_wrong_one_is_not_used(failure: st
         return x @ weights[0]
 
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", product)
-    grouped._tried.cache_clear()
+    moe._tried.cache_clear()
     try:
         found = obstacle(CPU, torch.float32, (16, 24))
         assert ("no such kernel" if failure == "none" else "other results") in found
     finally:
-        grouped._tried.cache_clear()
+        moe._tried.cache_clear()
 
 
 def test_the_run_says_how_experts_are_computed() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flashckpt.trainer.config import from_values
 from flashckpt.trainer.config.model import ModelConfig
-from flashckpt.trainer.model import joint, products
+from flashckpt.trainer.model import joint
 from flashckpt.trainer.model.joint import Linear
 from flashckpt.trainer.model.moe import FeedForward
 from flashckpt.trainer.model.positions import make_positions, with_documents
@@ -27,10 +27,10 @@ DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1]])
 @pytest.fixture(params=["onednn", "torch"], autouse=True)
 def library(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute all products, of a few rows too, by one library."""
-    if request.param == "onednn" and not products.has_onednn():
+    if request.param == "onednn" and not joint.has_onednn():
         pytest.skip("this build of torch has no oneDNN")
-    monkeypatch.setattr(products, "onednn_is_faster", lambda: request.param == "onednn")
-    monkeypatch.setattr(products, "_LEAST_ROWS", 1)
+    monkeypatch.setattr(joint, "onednn_is_faster", lambda: request.param == "onednn")
+    monkeypatch.setattr(joint, "_LEAST_ROWS", 1)
 
 
 def random(*shape: int) -> Tensor:

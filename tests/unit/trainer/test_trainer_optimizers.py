@@ -19,8 +19,7 @@ from flashckpt.trainer.config.weights import parameter_names, weights
 from flashckpt.trainer.model.transformer import Transformer
 from flashckpt.trainer.optim.average import WeightAverage
 from flashckpt.trainer.optim.builders import apply_settings, build_optimizers, set_rate, settings_of
-from flashckpt.trainer.train.phases import check_layouts, phases_of
-from flashckpt.trainer.train.rate import learning_rate
+from flashckpt.trainer.train.phases import check_layouts, learning_rate, phases_of
 
 SMALL = {"dim": 8, "layers": 2, "heads": 2, "kv_heads": 1, "ffn": 16, "vocab": 256}
 MODELS: list[dict[str, Any]] = [

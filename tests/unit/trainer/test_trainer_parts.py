@@ -19,7 +19,7 @@ from flashckpt.trainer.parallel.apply import MicroBatch, build_stage
 from flashckpt.trainer.parallel.layout import resolve_layout
 from flashckpt.trainer.train.anomaly import Guard
 from flashckpt.trainer.train.metrics import StepRecord, Trace, read_trace
-from flashckpt.trainer.train.rate import learning_rate
+from flashckpt.trainer.train.phases import learning_rate
 from flashckpt.trainer.watch.figures import StepMeter
 from flashckpt.trainer.watch.plain import ProgressLine
 

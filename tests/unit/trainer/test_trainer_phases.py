@@ -23,10 +23,16 @@ from flashckpt.trainer.train.loop import Trainer, prepare
 from flashckpt.trainer.train.metrics import StepRecord
 from flashckpt.trainer.train.profile_range import NOTHING, Profiled, ProfileRange, phase_steps, profile_range
 from flashckpt.trainer.train.step_phases import PHASES, PhaseTimer, StartClock, process_age_s
-from flashckpt.trainer.watch import phase_profile
+from flashckpt.trainer.watch import profiler
 from flashckpt.trainer.watch.figures import Figures, curves
-from flashckpt.trainer.watch.phase_profile import PhaseProfile, RankPhases, exposed_s, phase_lines
-from flashckpt.trainer.watch.profiler import StepProfiler, live_tensors
+from flashckpt.trainer.watch.profiler import (
+    PhaseProfile,
+    RankPhases,
+    StepProfiler,
+    exposed_s,
+    live_tensors,
+    phase_lines,
+)
 
 TINY = str(ROOT / "configs" / "tiny.toml")
 
@@ -128,7 +134,7 @@ def test_a_profile_of_phases_measures_every_rank_and_changes_no_number(parallel:
 def met_phases(rank: int) -> Any:
     """Three phases by a clock that only this function moves: rank 1 computes for 10 s, rank 0 for 2."""
     clock = Clock()
-    for one in (module, phase_profile):
+    for one in (module, profiler):
         vars(one)["time"] = clock  # in this forked process
     timer = PhaseTimer()
     timer.meeting = profile = PhaseProfile(1, timer, torch.device("cpu"))

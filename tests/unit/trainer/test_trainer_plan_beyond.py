@@ -15,12 +15,12 @@ from flashckpt.trainer import __main__ as command
 from flashckpt.trainer.config import from_values, read_config
 from flashckpt.trainer.parallel.layout import resolve_layout
 from flashckpt.trainer.plan import beyond
+from flashckpt.trainer.plan.command import show_days
 from flashckpt.trainer.plan.feedback import feedback
 from flashckpt.trainer.plan.forecast import HOST_RATE, memory, step_time
 from flashckpt.trainer.plan.gpus import GPUS
 from flashckpt.trainer.plan.kernels import intensities, product_intensity, straggling
 from flashckpt.trainer.plan.search import search, to_paste
-from flashckpt.trainer.plan.text import show_days
 from flashckpt.trainer.train.metrics import StepRecord
 
 EIGHT = ROOT / "configs" / "llama3-8b.toml"

@@ -14,9 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from flashckpt.trainer.config import RunConfig, from_values
-from flashckpt.trainer.dry_run.command import slot_of
-from flashckpt.trainer.dry_run.kinds import rank_kinds
-from flashckpt.trainer.model import kept
+from flashckpt.trainer.dry_run.command import rank_kinds, slot_of
+from flashckpt.trainer.model import transformer
 from flashckpt.trainer.model.loss import per_token_loss
 from flashckpt.trainer.model.recompute import parse_recompute
 from flashckpt.trainer.model.transformer import Transformer
@@ -175,7 +174,7 @@ class DeviceBytes(LiveBytes):  # type: ignore[no-untyped-call]  # as above
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
         self.on_host = self.most_on_host = self.device_peak = 0
-        copied = kept._copied
+        copied = transformer._copied
 
         def noting(tensor: Tensor) -> Tensor:
             host = copied(tensor)
@@ -185,7 +184,7 @@ class DeviceBytes(LiveBytes):  # type: ignore[no-untyped-call]  # as above
             return host
 
         hooks = torch.autograd.graph.saved_tensors_hooks
-        monkeypatch.setattr(kept, "_copied", noting)
+        monkeypatch.setattr(transformer, "_copied", noting)
 
         def noting_hooks(pack: Any, unpack: Any) -> Any:
             # what comes back is the copy itself on a CPU; on a device it is other memory
@@ -292,4 +291,4 @@ def kept_scores(rows: int, tokens: int) -> int:
         attend = nn.functional.scaled_dot_product_attention
         out = attend(q.requires_grad_(), k, v, attn_mask=mask, enable_gqa=True)
     assert out.requires_grad
-    return sum(kept.values())
+    return sum(transformer.values())

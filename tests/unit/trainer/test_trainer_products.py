@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashckpt.trainer.model import products
-from flashckpt.trainer.model.joint import Linear
-from flashckpt.trainer.model.products import onednn_is_faster, product
+from flashckpt.trainer.model import joint
+from flashckpt.trainer.model.joint import Linear, onednn_is_faster, product
 
-has_onednn = pytest.mark.skipif(not products.has_onednn(), reason="this build of torch has no oneDNN")
+has_onednn = pytest.mark.skipif(not joint.has_onednn(), reason="this build of torch has no oneDNN")
 CHOICES = {
     "amd": ("AuthenticAMD", "AVX512", True, True),
     "intel": ("GenuineIntel", "AVX512", True, False),
@@ -32,7 +31,7 @@ def random(*shape: int) -> Tensor:
 
 
 def by_onednn(monkeypatch: pytest.MonkeyPatch, *, whether: bool = True) -> None:
-    monkeypatch.setattr(products, "onednn_is_faster", lambda: whether)
+    monkeypatch.setattr(joint, "onednn_is_faster", lambda: whether)
 
 
 @has_onednn
@@ -81,7 +80,7 @@ def test_few_rows_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("choice", CHOICES)
 def test_onednn_computes_where_mkl_leaves_avx_512_unused(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
     vendor, capability, has_mkl, expected = CHOICES[choice]
-    monkeypatch.setattr(products, "_vendor", lambda: vendor)
+    monkeypatch.setattr(joint, "_vendor", lambda: vendor)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: has_mkl)
     onednn_is_faster.cache_clear()

@@ -16,7 +16,7 @@ from flashckpt.trainer.config.model import ModelConfig
 from flashckpt.trainer.hub.hub_config import to_hub
 from flashckpt.trainer.hub.start import refuse_other_model
 from flashckpt.trainer.model.moe import MixtureOfExperts
-from flashckpt.trainer.model.router_load import choose, move_bias
+from flashckpt.trainer.model.router_loss import choose, move_bias
 from flashckpt.trainer.parallel.layout import resolve_layout
 from flashckpt.trainer.train.metrics import StepRecord
 from flashckpt.trainer.watch.figures import Figures, curves

@@ -16,7 +16,7 @@ from support.training import run_config
 
 from flashckpt.errors import ConfigError
 from flashckpt.trainer.config import RunConfig, from_values, read_config, to_toml
-from flashckpt.trainer.demo import words
+from flashckpt.trainer.demo import run as demo
 from flashckpt.trainer.demo.__main__ import DEFAULT_CONFIG
 from flashckpt.trainer.generate.prompts import read_prompts
 from flashckpt.trainer.hub.source import SavedWeights
@@ -142,23 +142,23 @@ def test_the_demo_falls_back_to_bytes_without_the_library(monkeypatch: pytest.Mo
     config = read_config(DEFAULT_CONFIG)
     assert config.data.bpe == config.model.vocab
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    plain = read_config(DEFAULT_CONFIG, words.without_library(config))
+    plain = read_config(DEFAULT_CONFIG, demo.without_library(config))
     assert (plain.data.bpe, plain.model.vocab) == (0, 256)
     assert plain.data.folder != config.data.folder
-    assert words.without_library(RunConfig()) == []
+    assert demo.without_library(RunConfig()) == []
 
 
 def test_the_demo_prepares_its_text_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = read_config(DEFAULT_CONFIG, ["--data.bpe", "0", "--model.vocab", "256", "--data.folder", str(tmp_path)])
-    said = words.prepare_text(config)
+    said = demo.prepare_text(config)
     assert said.startswith("prose 0.")
     assert said.endswith(" M bytes")
-    monkeypatch.setattr(words, "prepare", lambda _: pytest.fail("it is prepared"))
-    assert words.prepare_text(config) == said
+    monkeypatch.setattr(demo, "prepare", lambda _: pytest.fail("it is prepared"))
+    assert demo.prepare_text(config) == said
 
 
 def test_what_generate_cannot_say_is_its_error(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    talks, text = words.say_words(tmp_path / "empty")
+    talks, text = demo.say_words(tmp_path / "empty")
     assert not talks
     assert "NoCheckpointError" in text

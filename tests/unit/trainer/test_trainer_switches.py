@@ -15,7 +15,7 @@ from flashckpt.trainer.config.changes import compare, recorded_values
 from flashckpt.trainer.parallel.groups import refuse_check
 from flashckpt.trainer.parallel.layout import expert_dimension, resolve_layout
 from flashckpt.trainer.parallel.switches import on_device
-from flashckpt.trainer.train.scaler import FIRST, GROW_AFTER, LossScaler
+from flashckpt.trainer.train.record import FIRST, GROW_AFTER, LossScaler
 
 GROUPS = {"dp_replicate": 2, "dp_shard": 1, "sync_every": 4}
 DDP = {"data_parallel": "ddp", "dp_replicate": 2, "dp_shard": 1}
