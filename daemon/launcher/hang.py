@@ -15,7 +15,8 @@ from typing import Protocol
 
 from flashckpt.daemon.machine.process import session_cpu_s
 from flashckpt.daemon.zygote.worker import STACKS_SIGNAL
-from flashckpt.shm.persister_process import log_size, state_of
+from flashckpt.shm.persister_owner import log_size
+from flashckpt.shm.persister_process import state_of
 
 MINIMUM_S = 60.0
 LEARNT_STEPS = 20

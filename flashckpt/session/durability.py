@@ -14,8 +14,8 @@ from flashckpt.report import RestoreReport, guarded
 from flashckpt.shm.acks import AckedSnapshots
 from flashckpt.shm.job_directory import NO_STATUS, DaemonStatus, JobDirectory
 from flashckpt.shm.persisted import await_persister
-from flashckpt.shm.persister_owner import REPEAT_S, SILENT_S, newest_in_words
-from flashckpt.shm.persister_process import LOG_NAME, Silence, in_one_line, state_of
+from flashckpt.shm.persister_owner import REPEAT_S, SILENT_S, Silence, newest_in_words
+from flashckpt.shm.persister_process import LOG_NAME, in_one_line, state_of
 
 _log = guarded(logging.getLogger("flashckpt"))
 Identity = SnapshotId

@@ -7,23 +7,19 @@ Under dlrun the agent owns the persister, else a thread of the node's first rank
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import select
+import signal
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from flashckpt.errors import FlashckptError
 from flashckpt.shm.job_directory import DaemonStatus, JobDirectory
-from flashckpt.shm.persister_process import (
-    LOG_NAME,
-    PersisterProcess,
-    Silence,
-    in_one_line,
-    kill_persister,
-    log_size,
-    state_of,
-)
+from flashckpt.shm.persister_process import LOG_NAME, MODULE, in_one_line, last_words, state_of
 
 LOOK_S = 1.0
 """Seconds between two looks."""
@@ -39,6 +35,9 @@ REPEAT_S = 600.0
 """Seconds between two lines about what is still wrong."""
 _WAITS_S = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _LAST_START_S = 10.0
+_LONGEST_GAP_S = 2.0
+_IS_ROUTINE = re.compile(r"\S+ \S+ INFO \[")
+_PREFIX = re.compile(r"^\S+ \S+ [A-Z]+ \[[^]]*\] ")
 
 
 class PersisterOwner:
@@ -281,3 +280,114 @@ def _found_in(error: str) -> str:
     """Return what an error has found, which stays the same over attempts; the error where it does not say."""
     lines = [line.strip() for line in error.splitlines()]
     return next((line for line in lines if line.startswith("found:")), error)
+
+
+class PersisterProcess:
+    """A persister that was started here, by its pidfd.
+
+    Where this process is its parent or a subreaper above it, `has_ended` reaps it and learns its exit code.
+    """
+
+    def __init__(self, pid: int, log: Path, log_start: int) -> None:
+        self.pid, self.started_s = pid, time.monotonic()
+        self.code: int | None = None
+        self._log, self._from = log, log_start
+        self._fd = _pidfd(pid)
+
+    def has_ended(self) -> bool:
+        """Whether it has ended; reaps it where that is up to this process."""
+        if self._fd < 0:
+            return True
+        poller = select.poll()
+        poller.register(self._fd, select.POLLIN)
+        if not poller.poll(0):
+            return False
+        with contextlib.suppress(ChildProcessError):  # a child of init, or reaped by somebody else
+            found = os.waitid(os.P_PIDFD, self._fd, os.WEXITED | os.WNOHANG)
+            if found is not None:
+                self.code = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        self.close()
+        return True
+
+    def how_it_ended(self) -> str:
+        """Return what is known of its end: "ended with exit code 10: the last words of its log"."""
+        if self.code is not None and self.code < 0:
+            how = f"was ended by {_signal_name(-self.code)}"
+        else:
+            how = "ended" if self.code is None else f"ended with exit code {self.code}"
+        said = last_words(self._log, self._from)
+        if not said:
+            return f"{how}, and its log says nothing"
+        return how if _IS_ROUTINE.match(said) else f"{how}: {_PREFIX.sub('', said)}"
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        if self._fd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._fd, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Let go of it; it keeps running."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def kill_persister(pid: int, job: Path) -> bool:
+    """SIGKILL the persister of a job directory; False, and nothing is done, where `pid` is another process by now."""
+    fd = _pidfd(pid) if pid > 0 else -1
+    if fd < 0:
+        return False
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if MODULE.encode() not in words or os.fsencode(job) not in words:
+            return False
+        signal.pidfd_send_signal(fd, signal.SIGKILL)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+class Silence:
+    """How long the persister has written no status, counted over looks: a clock that was set does not count.
+
+    Neither does time in which the one who looks was stopped as well.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._mark: object = self
+        self._looked_s = time.monotonic()
+
+    def see(self, status: DaemonStatus | None) -> float:
+        """Look at the present status; returns the seconds."""
+        mark = None if status is None else (status.pid, status.updated_ns)
+        now = time.monotonic()
+        gap_s, self._looked_s = min(now - self._looked_s, _LONGEST_GAP_S), now
+        self.seconds = self.seconds + gap_s if mark == self._mark else 0.0
+        self._mark = mark
+        return self.seconds
+
+
+def log_size(path: Path) -> int:
+    """Return the bytes of a log, 0 where there is none."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _pidfd(pid: int) -> int:
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return -1
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

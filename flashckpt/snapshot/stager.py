@@ -160,9 +160,13 @@ class Stager:
         self._on_complete, self._on_failure = on_complete, on_failure
         self._queue: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._crowding, self._numbers = Crowding(), NumbersWatch(by_design)
+        self._crowding, self._by_design = Crowding(), by_design
         self._prepared: Snapshot | None = None
         self.current: Snapshot | None = None
+
+    @cached_property
+    def _numbers(self) -> NumbersWatch:
+        return NumbersWatch(self._by_design)
 
     @cached_property
     def _lanes(self) -> DeviceCopier:

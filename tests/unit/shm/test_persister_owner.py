@@ -206,8 +206,8 @@ def test_another_process_with_the_persisters_number_is_not_killed(
 
 def test_time_in_which_the_owner_itself_was_stopped_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("flashckpt.shm.persister_process.time.monotonic", lambda: now)
-    from flashckpt.shm.persister_process import Silence
+    monkeypatch.setattr("flashckpt.shm.persister_owner.time.monotonic", lambda: now)
+    from flashckpt.shm.persister_owner import Silence
 
     silence, status = Silence(), DaemonStatus(pid=1, updated_ns=10**18)
     assert silence.see(status) == 0
