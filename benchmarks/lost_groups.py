@@ -223,7 +223,7 @@ class Race:
     def given(self, logs: list[list[dict[str, Any]]]) -> list[int]:
         """Return the places of what counts of the trainer's groups, by the objects with which they agree."""
         from flashckpt.storage.posix import PosixStore
-        from flashckpt.trainer.parallel.roster import Synchronisations
+        from flashckpt.trainer.separate_runs.roster import Synchronisations
 
         meetings = Synchronisations(PosixStore(self.folder / "root" / "synchronisations"), len(logs), 0.0)
         rosters = [one for number in range(meetings.newest() + 1) if (one := meetings.roster(number)) is not None]

@@ -9,7 +9,6 @@ from typing import Any
 import click
 from rich.table import Table
 
-from flashckpt.checkpoint.direct_writer import refuse_running_job
 from flashckpt.cli.common import (
     Command,
     choose,
@@ -23,6 +22,7 @@ from flashckpt.cli.common import (
 )
 from flashckpt.cli.progress import progress
 from flashckpt.console.copying import copy_checkpoint
+from flashckpt.dcp.direct_writer import refuse_running_job
 from flashckpt.errors import ConfigError
 from flashckpt.storage.factory import is_process_local, open_store, root_url
 

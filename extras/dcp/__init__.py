@@ -1,4 +1,4 @@
-"""Plug-in for torch.distributed.checkpoint, both ways.
+"""Plug-in for torch.distributed.checkpoint, and writer of checkpoints.
 
 `dcp.save` writes our checkpoints, `dcp.load` reads any of them:
 

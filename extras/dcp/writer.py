@@ -15,11 +15,10 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from flashckpt.checkpoint import direct_writer
 from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.checkpoint.retention import Policy, prune
 from flashckpt.core.shard import ITEMSIZE, Shard
-from flashckpt.dcp import contents, names
+from flashckpt.dcp import contents, direct_writer, names
 from flashckpt.errors import ConfigError, FlashckptError, UnsupportedStateError
 from flashckpt.restore.live_memory import bytes_of
 from flashckpt.state.placement import dtype_name

@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
 
-from flashckpt.checkpoint.direct_writer import StreamedRow
 from flashckpt.core.shard import Shard
+from flashckpt.dcp.direct_writer import StreamedRow
 from flashckpt.dcp.names import Path as StatePath
 from flashckpt.errors import DamagedError, UnsupportedStateError
 from flashckpt.interop.foreign_files import decoding, refuse_boundless, refuse_expanded, refuse_shape, saw

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashckpt import entry_points
-from flashckpt.checkpoint.direct_writer import StreamedRow
 from flashckpt.core.shard import split_owner
 from flashckpt.core.values import RESERVED
 from flashckpt.dcp import names
+from flashckpt.dcp.direct_writer import StreamedRow
 from flashckpt.dcp.names import Path as StatePath
 from flashckpt.errors import ConfigError
 from flashckpt.interop import origins

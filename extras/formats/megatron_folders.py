@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flashckpt.checkpoint.direct_writer import StreamedRow
+from flashckpt.dcp.direct_writer import StreamedRow
 from flashckpt.errors import ConfigError, DamagedError, UnsupportedStateError
 from flashckpt.interop.foreign_files import decoding
 from flashckpt.interop.framework_state import MODEL, OPTIMIZER, Taken, Wants

@@ -23,13 +23,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from flashckpt.checkpoint import direct_writer
 from flashckpt.checkpoint.catalog import read_manifest
 from flashckpt.checkpoint.choice import OURS, choose_checkpoint
 from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard import ITEMSIZE, Shard
 from flashckpt.core.values import RESERVED
+from flashckpt.dcp import direct_writer
 from flashckpt.errors import (
     ConfigError,
     DamagedError,

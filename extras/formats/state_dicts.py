@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint._traverse import set_element
 
-from flashckpt.checkpoint.direct_writer import StreamedRow, held_while_read
 from flashckpt.core.shard import ITEMSIZE, Shard
+from flashckpt.dcp.direct_writer import StreamedRow, held_while_read
 from flashckpt.dcp.names import Path as StatePath
 from flashckpt.errors import UnsupportedStateError
 from flashckpt.interop.foreign_files import refuse_expanded

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
-from flashckpt.checkpoint.direct_writer import StreamedRow
+from flashckpt.dcp.direct_writer import StreamedRow
 from flashckpt.dcp.names import Path as StatePath
 from flashckpt.errors import DamagedError, UnsupportedStateError
 from flashckpt.interop.foreign_files import decoding, saw

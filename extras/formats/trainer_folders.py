@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flashckpt.checkpoint.direct_writer import StreamedRow
+from flashckpt.dcp.direct_writer import StreamedRow
 from flashckpt.errors import DamagedError, UnsupportedStateError
 from flashckpt.interop import safetensors_files as st
 from flashckpt.interop.foreign_files import decoding

@@ -7,9 +7,9 @@ import os
 import socket
 import threading
 
-from flashckpt import peer_link
 from flashckpt.environment import env
-from flashckpt.peer_link import PeerLink
+from flashckpt.replicate import peer_link
+from flashckpt.replicate.peer_link import PeerLink
 from flashckpt.replicate.records import ReplicaSession
 
 HANDSHAKE_S = 10.0

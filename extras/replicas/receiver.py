@@ -15,8 +15,8 @@ from flashckpt.acceptor import Acceptor
 from flashckpt.core.records import CHUNK_BYTES
 from flashckpt.errors import FlashckptError
 from flashckpt.faults import crash_point
-from flashckpt.peer_link import PeerLink
 from flashckpt.replicate.connections import SMALL, give_way, linked
+from flashckpt.replicate.peer_link import PeerLink
 from flashckpt.replicate.records import ReplicaSession
 from flashckpt.replicate.replica_rounds import NodeReport, RoundDecision, newest
 from flashckpt.replicate.rounds import id_or_none, packed_decision, report_from

@@ -17,8 +17,8 @@ from typing import Any
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.environment import env
 from flashckpt.errors import FlashckptError
-from flashckpt.peer_link import PeerLink
 from flashckpt.replicate.connections import SMALL, linked
+from flashckpt.replicate.peer_link import PeerLink
 from flashckpt.replicate.records import ReplicaSession
 from flashckpt.replicate.replica_rounds import NodeReport, RoundDecision
 from flashckpt.replicate.round_memory import DecidingMemory

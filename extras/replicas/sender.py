@@ -19,8 +19,8 @@ from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.environment import env
 from flashckpt.errors import FlashckptError
 from flashckpt.faults import crash_point
-from flashckpt.peer_link import PeerLink
 from flashckpt.replicate.connections import SMALL, give_way, linked
+from flashckpt.replicate.peer_link import PeerLink
 from flashckpt.replicate.records import ReplicaRows, ReplicaSession
 from flashckpt.replicate.replica_rows import masks_of, replica_manifest, row_keys, rows_for
 from flashckpt.replicate.slots import chunk_ranges

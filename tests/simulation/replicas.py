@@ -19,9 +19,9 @@ from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister import service as daemon
 from flashckpt.errors import FlashckptError
-from flashckpt.peer_link import StrangerError
 from flashckpt.replicate import receiver, records, rounds, sender, service, slots
 from flashckpt.replicate.partners import partner_map
+from flashckpt.replicate.peer_link import StrangerError
 from flashckpt.replicate.records import ReplicaRows, ReplicaSession
 from flashckpt.replicate.replica_rows import ReplicaMap, row_keys
 from flashckpt.replicate.service import ReplicationService

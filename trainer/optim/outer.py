@@ -6,7 +6,8 @@ over the groups of how far each went from there is to the outer optimizer a grad
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,8 +16,16 @@ from torch import Tensor
 from flashckpt.trainer.config.parallel import ParallelConfig
 from flashckpt.trainer.optim.average import WeightCopy
 from flashckpt.trainer.parallel.apply import Parallel, local_tensor
-from flashckpt.trainer.parallel.meeting import GroupMeeting
-from flashckpt.trainer.parallel.roster import Roster
+
+
+class Meeting(Protocol):
+    """The other groups where they are separate runs: `separate_runs.meeting`. A roster is what was decided of one."""
+
+    def meet(self, step: int, changes: Sequence[Tensor], common: Sequence[Tensor]) -> Any:
+        """Return the roster, the means of `changes`, and `common` of those that trained; None where the run has ended."""
+
+    def keeps(self, roster: Any) -> bool:
+        """Return whether this group continues as if the synchronisation had not been."""
 
 
 class OuterOptimizer:
@@ -61,7 +70,7 @@ class OuterOptimizer:
         return step
 
     @torch.no_grad()
-    def meet(self, meeting: GroupMeeting, step: int) -> Roster | None:
+    def meet(self, meeting: Meeting, step: int) -> Any:
         """Synchronise groups that are separate runs, as `step` does; return the roster, None where the run has ended. Collective."""
         held = [*self.anchor.held, *(() if self.momentum is None else self.momentum.held)]
         common = [local_tensor(one).detach() for one in held]

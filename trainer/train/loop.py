@@ -37,7 +37,6 @@ from flashckpt.trainer.parallel.distributed import check_root, is_first_start, n
 from flashckpt.trainer.parallel.layout import Layout, resolve_layout
 from flashckpt.trainer.parallel.switches import on_device
 from flashckpt.trainer.train.anomaly import Guard
-from flashckpt.trainer.train.apart import Apart, begin_if_new, has_other_groups
 from flashckpt.trainer.train.hooks import HookedRun, hooks_of
 from flashckpt.trainer.train.metrics import StepRecord
 from flashckpt.trainer.train.optim import clamp_gradients, clip_gradients, no_way_back, report_nonfinite
@@ -48,8 +47,10 @@ from flashckpt.trainer.train.record import RunRecord, SpikeError, say_once
 from flashckpt.trainer.train.starting import (
     announce,
     announce_phase,
+    begin_if_new,
     checkpointer,
     explain,
+    has_other_groups,
     seed_rng,
     training_data,
     waiting_for_data,
@@ -95,7 +96,9 @@ class Trainer:
             self.outer = OuterOptimizer(config.parallel, self.parallel, last=config.train.steps)
         data = functools.partial(training_data, parallel=self.parallel, layout=layout)
         self.data = PhasedData(self.phases, data, in_shares=config.parallel.groups > 0)
-        self.apart = Apart.of(config, self.outer, self.data, device)
+        self.apart: Any = None
+        if self.outer is not None and config.parallel.groups:
+            self.apart = entry_points.load(entry_points.EXTRAS, "separate-runs")(config, self.outer, self.data, device)
         self.train_step = self._step_of(config)
         self.guard = Guard(config.guard)
         self.record = RunRecord(config)

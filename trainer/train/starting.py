@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from flashckpt import entry_points
 from flashckpt.checkpoint.catalog import list_checkpoints, read_manifest
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.superblock import SlotState
-from flashckpt.errors import ConfigError, FlashckptError, SamplerStateError
+from flashckpt.errors import ConfigError, FlashckptError, SamplerStateError, ShardGapError
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Segment
 from flashckpt.storage.factory import job_id, open_in_rank
@@ -181,3 +182,42 @@ def _on_storage(root: str, storage_options: Mapping[str, Any]) -> Iterator[Manif
             if not info.problem:
                 yield read_manifest(store, info)
                 return
+
+
+def has_other_groups(config: RunConfig, device: torch.device) -> bool:
+    """Return whether the newest state of the run, as any rank finds it, has another number of groups. Collective.
+
+    A restart looks too: the one before may have died before its first snapshot. Where memory says it, storage is not asked.
+    """
+    settings = config.checkpoint
+    recorded = recorded_config(settings.root, settings.job or None, settings.storage_options, is_near_enough=True) or {}
+    before = recorded.get("parallel", {})
+    differs = before.get("sync_every", 0) > 0 and before["dp_replicate"] != config.parallel.dp_replicate
+    found = torch.tensor([float(differs)], device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return bool(found.item())
+
+
+def begin_if_new(outer: OuterOptimizer, parallel: Parallel, missing: Collection[str]) -> bool:
+    """Let this rank's group begin with the weights that were synchronised last, if no source has it; return whether it did.
+
+    `outer` is restored already. Its optimizer begins without a history, as that of a group that joins. A group that is no more takes with it what it trained since.
+
+    Raises:
+        ShardGapError: other state is missing, or a part of the group's.
+    """
+    if not missing:
+        return False
+    label = group_label(parallel.group)
+    own = {name for name in missing if name.startswith((f"{label}.", f"optimizer.{label}."))}
+    wanted = {f"{label}.{name}" for part in parallel.bare_parts() for name, _ in part.named_parameters()}
+    if gaps := sorted({*missing} - own) or sorted(wanted - own):
+        raise ShardGapError(
+            f"the state of {gaps[0]!r} is incomplete for another number of groups",
+            found=f"{len(missing)} of the names of {label} are in no source",
+            expected="the complete state of every existing group, and none of a new one",
+            state="Nothing was trained; the checkpoint is untouched.",
+            remedy="set the recorded parallel.dp_replicate again",
+        )
+    outer.join()
+    return True

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from flashckpt.trainer.generate.samples import quiet
 from flashckpt.trainer.model.loss import per_token_loss
 from flashckpt.trainer.parallel.apply import Parallel
-from flashckpt.trainer.parallel.quiet import quiet
 from flashckpt.trainer.train.step import loss_context
 
 NO_TARGET = -100

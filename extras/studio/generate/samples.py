@@ -7,7 +7,8 @@ the sampler nor the random state is read: the trace is the same with and without
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,7 +22,26 @@ from flashckpt.trainer.generate.codec import TextCodec
 from flashckpt.trainer.generate.prompts import read_prompts
 from flashckpt.trainer.generate.sampling import Chooser
 from flashckpt.trainer.parallel.apply import Parallel
-from flashckpt.trainer.parallel.quiet import quiet
+
+
+@contextmanager
+def quiet(parallel: Parallel) -> Iterator[None]:
+    """Run without dropout; leave the random state and the parameters as they are."""
+    device = parallel.device
+    if device.type in ("cpu", "meta"):
+        random_state = torch.random.fork_rng(devices=[])
+    else:
+        random_state = torch.random.fork_rng(devices=[device], device_type=device.type)
+    with random_state:
+        for part in parallel.parts:
+            part.eval()
+        try:
+            yield
+        finally:
+            parallel.reshard()
+            for part in parallel.parts:
+                part.train()
+
 
 _ENDED = -1
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flashckpt.checkpoint import direct_writer
-from flashckpt.checkpoint.direct_writer import StreamedRow
 from flashckpt.core.shard import Shard
+from flashckpt.dcp import direct_writer
+from flashckpt.dcp.direct_writer import StreamedRow
 from flashckpt.errors import ConfigError
 from flashckpt.interop import safetensors_files as st
 from flashckpt.interop.casting import parse_dtype, target_dtype

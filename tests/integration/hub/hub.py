@@ -18,7 +18,7 @@ from support.ranks import run_ranks, values
 from support.training import run_config, write_corpus
 
 import flashckpt.session.checkpointer  # noqa: F401 -- imported before the fork, so that ranks start in 0.2 s
-from flashckpt.checkpoint import direct_writer
+from flashckpt.dcp import direct_writer
 from flashckpt.errors import ConfigError
 from flashckpt.trainer.__main__ import main
 from flashckpt.trainer.config import RunConfig, from_values, to_values

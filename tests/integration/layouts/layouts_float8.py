@@ -16,7 +16,7 @@ from support.ranks import run_ranks, values
 from support.switches import FACTORS, Alone, Sections, Switches, config_of, killed_and_resumed, write_texts
 from support.training import floats, train_rank
 
-from flashckpt.checkpoint import direct_writer
+from flashckpt.dcp import direct_writer
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.trainer.__main__ import main
 from flashckpt.trainer.config import from_values

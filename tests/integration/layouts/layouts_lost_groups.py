@@ -21,7 +21,7 @@ from flashckpt.sampler import ElasticSampler
 from flashckpt.storage.posix import PosixStore
 from flashckpt.trainer.config import RunConfig, to_toml
 from flashckpt.trainer.data.mixed import open_data
-from flashckpt.trainer.parallel.roster import Roster, Synchronisations
+from flashckpt.trainer.separate_runs.roster import Roster, Synchronisations
 from flashckpt.trainer.train import loop
 
 GROUPS, EVERY, STEPS, SAMPLES = 3, 4, 24, 4

@@ -14,7 +14,7 @@ from support.training import write_corpus
 from flashckpt.errors import RESUME_EXIT_CODE
 from flashckpt.storage.posix import PosixStore
 from flashckpt.trainer.config import read_config
-from flashckpt.trainer.parallel.roster import Roster, Synchronisations
+from flashckpt.trainer.separate_runs.roster import Roster, Synchronisations
 from flashckpt.trainer.train import loop
 from flashckpt.trainer.train.metrics import read_trace
 

@@ -12,8 +12,8 @@ import pytest
 from support.agents import pretend_agent
 
 from flashckpt.errors import ConfigError
-from flashckpt.peer_link import PeerLink, StrangerError
 from flashckpt.replicate.connections import linked
+from flashckpt.replicate.peer_link import PeerLink, StrangerError
 from flashckpt.replicate.records import ReplicaSession
 from flashckpt.shm import agent_folder
 

@@ -11,10 +11,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import msgpack
 import pytest
 
-from flashckpt import peer_link
 from flashckpt.errors import ConfigError
 from flashckpt.framing import FrameError
-from flashckpt.peer_link import PeerLink, StrangerError
+from flashckpt.replicate import peer_link
+from flashckpt.replicate.peer_link import PeerLink, StrangerError
 
 SECRET = b"correct-horse-battery-staple"
 Pair = tuple[socket.socket, socket.socket]

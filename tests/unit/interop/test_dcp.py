@@ -23,9 +23,8 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import flashckpt.dcp
 from flashckpt import Checkpointer, faults
-from flashckpt.checkpoint import direct_writer
 from flashckpt.checkpoint.catalog import list_checkpoints, read_manifest
-from flashckpt.dcp import FlashStorageReader, FlashStorageWriter
+from flashckpt.dcp import FlashStorageReader, FlashStorageWriter, direct_writer
 from flashckpt.dcp.names import default_path, optimizer_labels, to_dcp, to_ours
 from flashckpt.errors import ConfigError, FlashckptError
 from flashckpt.shm.job_directory import JobDirectory

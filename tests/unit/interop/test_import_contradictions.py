@@ -21,8 +21,8 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from flashckpt import Checkpointer
-from flashckpt.checkpoint import direct_writer
 from flashckpt.cli import main as cli
+from flashckpt.dcp import direct_writer
 from flashckpt.interop.incoming import open_foreign
 from flashckpt.interop.selection import Selection
 

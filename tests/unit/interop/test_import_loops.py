@@ -15,8 +15,8 @@ from support.exact import bits
 from torch import nn
 
 from flashckpt import Checkpointer
-from flashckpt.checkpoint import direct_writer
 from flashckpt.cli import main as cli
+from flashckpt.dcp import direct_writer
 
 Captured = pytest.CaptureFixture[str]
 dcp: Any = torch.distributed.checkpoint

@@ -22,10 +22,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from flashckpt import Checkpointer, faults
-from flashckpt.checkpoint import direct_writer
 from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.cli import main as cli
-from flashckpt.dcp import FlashStorageWriter
+from flashckpt.dcp import FlashStorageWriter, direct_writer
 from flashckpt.errors import FlashckptError
 from flashckpt.interop import safetensors_files, target
 from flashckpt.interop.casting import cast

@@ -17,10 +17,9 @@ from support.one_rank import Holder
 from torch import nn
 
 from flashckpt import Checkpointer
-from flashckpt.checkpoint import direct_writer
 from flashckpt.cli import main as cli
 from flashckpt.core.shard import split_owner
-from flashckpt.dcp import FlashStorageReader
+from flashckpt.dcp import FlashStorageReader, direct_writer
 from flashckpt.errors import ConfigError
 from flashckpt.state.placement import World, current_world
 from flashckpt.state.registry import StateRegistry

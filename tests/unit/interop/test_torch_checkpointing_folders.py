@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from unit.interop.test_interop import Captured, run, same
 
 from flashckpt import Checkpointer
-from flashckpt.checkpoint import direct_writer
+from flashckpt.dcp import direct_writer
 from flashckpt.errors import DamagedError, FlashckptError, UnsupportedStateError
 from flashckpt.interop.torch_checkpointing_folders import METADATA, read_folder
 

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 from support.ranks import wait_for
 
-from flashckpt import acceptor, peer_link
+from flashckpt import acceptor
 from flashckpt.acceptor import Acceptor, most_connections
 from flashckpt.daemon.persister.metrics import Endpoint
+from flashckpt.replicate import peer_link
 from flashckpt.replicate.receiver import Listener
 from flashckpt.replicate.records import ReplicaSession
 

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import flashckpt.session.checkpointer  # noqa: F401 -- imported before the fork, so that ranks start in 0.2 s
-from flashckpt.checkpoint import direct_writer
+from flashckpt.dcp import direct_writer
 from flashckpt.errors import ConfigError, NoCheckpointError
 from flashckpt.trainer.__main__ import main
 from flashckpt.trainer.config.model import ModelConfig

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from support.ranks import run_ranks, values
 from support.training import run_config, train_rank, write_corpus
 
-from flashckpt.checkpoint import direct_writer
+from flashckpt.dcp import direct_writer
 from flashckpt.errors import ConfigError, DamagedError, FlashckptError, NoCheckpointError
 from flashckpt.interop import safetensors_files as st
 from flashckpt.storage.factory import open_store

@@ -291,4 +291,4 @@ def kept_scores(rows: int, tokens: int) -> int:
         attend = nn.functional.scaled_dot_product_attention
         out = attend(q.requires_grad_(), k, v, attn_mask=mask, enable_gqa=True)
     assert out.requires_grad
-    return sum(transformer.values())
+    return sum(kept.values())

@@ -14,8 +14,8 @@ from flashckpt.storage.posix import PosixStore
 from flashckpt.trainer.config import from_values
 from flashckpt.trainer.parallel.groups import rosters_of, run_of_group
 from flashckpt.trainer.parallel.layout import resolve_layout
-from flashckpt.trainer.parallel.meeting import GroupMeeting
-from flashckpt.trainer.parallel.roster import Here, Roster, Synchronisations, decide, first_roster, refuse_others
+from flashckpt.trainer.separate_runs.meeting import GroupMeeting
+from flashckpt.trainer.separate_runs.roster import Here, Roster, Synchronisations, decide, first_roster, refuse_others
 
 
 def here(group: int, version: int, step: int = 4) -> Here:

@@ -28,7 +28,7 @@ from flashckpt.storage.factory import open_in_rank
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.parallel.distributed import from_first
 from flashckpt.trainer.parallel.groups import common_settings, rosters_of
-from flashckpt.trainer.parallel.roster import Here, Roster, Synchronisations, read_roster, refuse_others
+from flashckpt.trainer.separate_runs.roster import Here, Roster, Synchronisations, read_roster, refuse_others
 
 logger = logging.getLogger(__name__)
 Gloo: Any = c10d.ProcessGroupGloo  # of whose methods torch has no types
