@@ -9,6 +9,7 @@ import torch
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.optim.outer import OuterOptimizer
 from flashckpt.trainer.separate_runs.meeting import GroupMeeting
+from flashckpt.trainer.separate_runs.roster import Roster
 from flashckpt.trainer.train.phased_data import PhasedData
 from flashckpt.trainer.train.record import say_once
 
@@ -42,7 +43,7 @@ class Apart:
 
     def synchronise(self, step: int) -> int:
         """Meet the others; return the step that all continue from. The share of the next steps begins at the next commit. Collective."""
-        roster = self._outer.meet(self.meeting, step)
+        roster: Roster | None = self._outer.meet(self.meeting, step)
         if roster is None:
             say_once(
                 logging.WARNING, f"step {step}: the other groups have ended the run; this one is not in its result"

@@ -18,7 +18,7 @@ import struct
 import types
 import typing
 from collections.abc import Collection, Mapping
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgpack
@@ -178,14 +178,10 @@ def _schema(kind: Any) -> tuple[tuple[str, str, Any, int, bool], ...]:
             str(one.metadata.get("key", one.name)),
             hints[one.name],
             one.metadata.get("least", 0),
-            _has_default(one),
+            one.default is not MISSING or one.default_factory is not MISSING,
         )
         for one in fields(kind)
     )
-
-
-def _has_default(one: Field[Any]) -> bool:
-    return one.default is not MISSING or one.default_factory is not MISSING
 
 
 def _checked(hint: Any, value: Any, least: int) -> Any:

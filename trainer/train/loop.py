@@ -235,7 +235,7 @@ class Trainer:
         rate = self.phase.rate(step)
         self._accepted = self._update(totals, step, rate)
         self.done = step = self._synchronised(step)
-        self.record.tokens += self._batch_tokens()
+        self.record.tokens += self.phase.config.train.global_batch * self.phase.config.train.seq_len
         self.timer.reach("log")
         stall_ms = self._commit(step)
         self.timer.reach("snapshot")
@@ -373,9 +373,6 @@ class Trainer:
                 say_once(logging.WARNING, jump)
             note_restore(self.config.log.folder, report)
         return report
-
-    def _batch_tokens(self) -> int:
-        return self.phase.config.train.global_batch * self.phase.config.train.seq_len
 
 
 def prepare(config: RunConfig, world: int) -> Layout:

@@ -186,7 +186,7 @@ def terminal_of(display: str, environ: Mapping[str, str] | None = None) -> Any:
     terminal, nor, unless `display` is "live", where colours or movements of the cursor are not wanted.
     """
     values = env if environ is None else Environment(environ)
-    if display == "plain" or (display == "auto" and _is_unwanted(values)):
+    if display == "plain" or (display == "auto" and (bool(values.CI or values.NO_COLOR) or values.TERM == "dumb")):
         return None
     for stream in (sys.stderr, sys.stdout):
         if is_terminal(stream) and not _is_in_background(stream):
@@ -200,10 +200,6 @@ def is_terminal(stream: Any) -> bool:
         return bool(stream.isatty())
     except (AttributeError, OSError, ValueError):
         return False
-
-
-def _is_unwanted(values: Environment) -> bool:
-    return bool(values.CI or values.NO_COLOR) or values.TERM == "dumb"
 
 
 def _is_in_background(stream: Any) -> bool:

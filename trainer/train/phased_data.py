@@ -193,7 +193,7 @@ class PhasedData:
         # the weights that the order began with: later ones are in the state of its sampler
         first = next(one for one in self.phases if one.stream == phase.stream)
         sources = first.config.data.sources
-        config = _with_sources(phase.config, sources)
+        config = replace(phase.config, data=replace(phase.config.data, sources=sources))
         data = self._build(config, phase.config.train.seed + phase.stream * 1_000_003)
         self._read_through(data)
         return data
@@ -203,7 +203,3 @@ class PhasedData:
         last = before.config.data.sources if before.stream == self.phase.stream else first.config.data.sources
         if [one.weight for one in mine] != [one.weight for one in last]:
             self.inner.set_weights({f"{number} {one.channel}": one.weight for number, one in enumerate(mine)})
-
-
-def _with_sources(config: RunConfig, sources: Any) -> RunConfig:
-    return replace(config, data=replace(config.data, sources=sources))

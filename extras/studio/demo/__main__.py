@@ -159,7 +159,7 @@ class Demo:
             run.wait_step(self.plan.lose_after, progress.update)
             self._wait_durable(run)
             lost = run.lose_machine()
-        after = self._last_step()
+        after = int(self.crash.trace()[-1]["step"])
         self._tell_recovery(first)
         self._part(
             f"3/3  the machine is lost after step {after}: all processes killed, {lost / 1e6:.1f} MB of shared memory deleted"
@@ -222,9 +222,6 @@ class Demo:
                     expected="one at least",
                 )
             time.sleep(0.05)
-
-    def _last_step(self) -> int:
-        return int(self.crash.trace()[-1]["step"])
 
     def _tell_recovery(self, crash: Crash) -> None:
         failures = ledger.read(self.crash.ledger) if self.crash.ledger.exists() else []
