@@ -25,7 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "diff": ("", "Compare two checkpoints tensor by tensor."),
     "export": ("", "Write a checkpoint as safetensors, a torch file or a dcp folder."),
     "import": ("", "Make a checkpoint from safetensors, a torch file or a dcp folder."),
-    "keep": ("flashckpt.cli.keep:keep", "Keep a checkpoint whatever the retention policy says."),
+    "keep": ("", "Keep a checkpoint whatever the retention policy says."),
     "cp": ("", "Copy a checkpoint to another root, verified on the way."),
     "rm": ("", "Remove one checkpoint."),
     "gc": ("flashckpt.cli.gc:gc", "Remove garbage: dead jobs' memory, orphans, expired checkpoints."),

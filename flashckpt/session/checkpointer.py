@@ -13,7 +13,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from flashckpt import accelerator, collectives
+from flashckpt import accelerator, collectives, entry_points
 from flashckpt.core.settings import Settings, tracking_settings
 from flashckpt.environment import env
 from flashckpt.errors import ConfigError
@@ -373,10 +373,9 @@ class Checkpointer:
             dataset: A map-style data set, in `SeededSamples` too; the sampler gets `dataset` itself.
             mib: Of shared memory per rank: room for the steps between two snapshots, and for what workers prepare ahead.
         """
-        from flashckpt.session.kept_samples import KeptSamples
-
+        kind = entry_points.optional("kept-samples")
         began_ns = time.time_ns() - (time.monotonic_ns() - self._entered_ns)
-        return KeptSamples(dataset, lambda: self._session, began_ns=began_ns, most_bytes=mib << 20)
+        return kind(dataset, lambda: self._session, began_ns=began_ns, most_bytes=mib << 20) if kind else dataset
 
     def heartbeat(self) -> None:
         """Report progress of this rank other than steps."""

@@ -18,10 +18,10 @@ from support.loader_loop import program
 from support.memory import killed_at
 from torch import Tensor
 
+from flashckpt.kept_samples import ring as kept_samples
+from flashckpt.kept_samples.ring import KeptSamples
+from flashckpt.kept_samples.sample_bytes import sample_bytes, sample_of
 from flashckpt.sampler import SeededSamples
-from flashckpt.session import kept_samples
-from flashckpt.session.kept_samples import KeptSamples
-from flashckpt.state.sample_bytes import sample_bytes, sample_of
 
 END_OF_EPOCH = 6  # of 22 samples in batches of 4
 LATER = 1 << 62

@@ -27,9 +27,9 @@ from flashckpt.core.records import digest, digest_of
 from flashckpt.environment import env
 from flashckpt.errors import DamagedError
 from flashckpt.faults import crash_point
+from flashckpt.kept_samples.sample_bytes import sample_bytes, sample_of
 from flashckpt.report import guarded
 from flashckpt.shm.private import open_file, read_file
-from flashckpt.state.sample_bytes import sample_bytes, sample_of
 
 if TYPE_CHECKING:
     from flashckpt.session.session import Session

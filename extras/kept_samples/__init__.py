@@ -1,0 +1,1 @@
+"""Samples that loaders prepared outlive their process: `Checkpointer.keep_samples`."""
