@@ -133,9 +133,7 @@ def _check_inputs(config: RunConfig, *, evaluate_only: bool) -> None:
 
         check_sources(config)
     if config.eval.sets or config.eval.probes:
-        from flashckpt.trainer.data.sets import check_evaluation
-
-        check_evaluation(config)
+        entry_points.load(entry_points.EXTRAS, "scored").check_evaluation(config)
     if config.samples.every:
         read_prompts = entry_points.load(entry_points.EXTRAS, "prompts")
         for phase in phases_of(config):

@@ -1,1 +1,1 @@
-"""Samples that loaders prepared outlive their process: `Checkpointer.keep_samples`."""
+"""Samples that loaders prepared, kept for a restart: `Checkpointer.keep_samples`."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from flashckpt import entry_points
 from flashckpt.errors import ConfigError
 from flashckpt.trainer.config import RunConfig, read_config
 from flashckpt.trainer.config.command_line import take_flag
@@ -18,7 +19,6 @@ from flashckpt.trainer.data.channels import channels_of_index
 from flashckpt.trainer.data.documents import parts_of, placed_documents
 from flashckpt.trainer.data.prepare import PrepareProgress, prepare
 from flashckpt.trainer.data.prepared import not_held_out
-from flashckpt.trainer.data.sets import prepare_sets, sets_of
 
 NEAR = 0.8
 """Share of their passages that two documents have in common to be near duplicates (Jaccard), as MinHash estimates it."""
@@ -158,8 +158,9 @@ def data(words: Sequence[str], path: str | None) -> int:
             for line in not_held_out(config, index):
                 sys.stderr.write(f"warning: {line}; lower data.holdout_every, or add documents\n")
         lines = _Lines()
-        if (of_sets := prepare_sets(config, lines)) is not None:
-            _say(sets_of(config).data.folder, lines, of_sets)
+        sets = entry_points.load(entry_points.EXTRAS, "scored") if config.eval.sets else None
+        if sets is not None and (of_sets := sets.prepare_sets(config, lines)) is not None:
+            _say(sets.sets_of(config).data.folder, lines, of_sets)
     except KeyboardInterrupt:
         sys.stderr.write("interrupted; the finished parts are kept, and the same command continues after them\n")
         return INTERRUPTED

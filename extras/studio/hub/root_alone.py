@@ -20,9 +20,9 @@ from flashckpt.trainer.config.data import DataConfig
 from flashckpt.trainer.config.eval import EvalConfig
 from flashckpt.trainer.config.model import ModelConfig
 from flashckpt.trainer.data.byte_tokenizer import byte_tokenizer
-from flashckpt.trainer.data.sets import prepare_sets
 from flashckpt.trainer.hub.source import CheckpointWeights
 from flashckpt.trainer.hub.tokenizer_files import TOKENIZER, files_of_saved
+from flashckpt.trainer.scored.sets import prepare_sets
 
 
 def is_root_alone(config: RunConfig) -> bool:

@@ -15,13 +15,13 @@ from support.training import run_config, run_rank, write_corpus
 
 from flashckpt.errors import LayoutError
 from flashckpt.trainer.config import from_values, to_values
-from flashckpt.trainer.data.sets import prepare_sets
 from flashckpt.trainer.demo.report import compare_traces
 from flashckpt.trainer.evaluate import check as check_module
 from flashckpt.trainer.evaluate.check import check, compare_records
 from flashckpt.trainer.evaluate.scores import Evaluator
 from flashckpt.trainer.parallel.distributed import process_group
 from flashckpt.trainer.parallel.layout import MULTI_STAGE, SINGLE_STAGE
+from flashckpt.trainer.scored.sets import prepare_sets
 from flashckpt.trainer.train import loop
 from flashckpt.trainer.train.metrics import StepRecord, read_trace
 

@@ -17,12 +17,12 @@ from support.ranks import run_ranks, values
 from support.training import run_config, write_corpus
 
 from flashckpt.trainer.config import RunConfig, from_values, to_values
-from flashckpt.trainer.data.sets import prepare_sets
 from flashckpt.trainer.evaluate.scores import Evaluator
 from flashckpt.trainer.model.initial import fill
 from flashckpt.trainer.model.transformer import Transformer
 from flashckpt.trainer.parallel.distributed import process_group
 from flashckpt.trainer.parallel.layout import MULTI_STAGE, SINGLE_STAGE
+from flashckpt.trainer.scored.sets import prepare_sets
 from flashckpt.trainer.train import loop
 
 SEQ_LEN = 48

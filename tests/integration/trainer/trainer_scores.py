@@ -16,10 +16,10 @@ from support.training import run_config, run_rank, write_corpus
 from flashckpt.core.settings import Settings
 from flashckpt.errors import NoCheckpointError
 from flashckpt.trainer.config import RunConfig, from_values, to_toml, to_values
-from flashckpt.trainer.data.sets import prepare_sets
 from flashckpt.trainer.evaluate.command import evaluate
 from flashckpt.trainer.evaluate.results import plain_scores
 from flashckpt.trainer.hub.start import with_model_of_weights
+from flashckpt.trainer.scored.sets import prepare_sets
 
 
 def run_of(folder: Path, **parallel: Any) -> RunConfig:

@@ -13,12 +13,12 @@ from support.training import run_config
 from flashckpt.errors import ConfigError, DataError
 from flashckpt.trainer.config import RunConfig, from_values
 from flashckpt.trainer.config.eval import ProbeConfig
-from flashckpt.trainer.data.answers import NONE, AnswerQuestion, is_right, read_answers, stopped
 from flashckpt.trainer.evaluate.scores import Evaluator
 from flashckpt.trainer.model.transformer import Transformer
 from flashckpt.trainer.parallel.apply import build_parallel
 from flashckpt.trainer.parallel.distributed import process_group
 from flashckpt.trainer.parallel.layout import resolve_layout
+from flashckpt.trainer.scored.answers import NONE, AnswerQuestion, is_right, read_answers, stopped
 
 SUMS = [{"prompt": f"{n} + {n} =", "answer": f"{2 * n}"} for n in range(6)]
 SKY = {"question": "The sky is", "choices": ["green", "blue", "red"], "answer": "B"}

@@ -29,9 +29,9 @@ from flashckpt.trainer.data.documents import documents_of, parts_of
 from flashckpt.trainer.data.mixed import MixedDataset, channels_of
 from flashckpt.trainer.data.prepare import prepare
 from flashckpt.trainer.data.prepared import check_sources
-from flashckpt.trainer.data.questions import read_questions
 from flashckpt.trainer.data.token_windows import Shards
 from flashckpt.trainer.data.vocabulary import Vocabulary, train_bpe
+from flashckpt.trainer.scored.questions import read_questions
 
 WORDS = [f"Gr\u00fc\u00dfe {number} aus K\u00f6ln, caf\u00e9 \u00e0 la carte" for number in range(60)]
 LINES = [json.dumps({"text": one, "prompt": one, "target": "x"}, ensure_ascii=False) for one in WORDS]

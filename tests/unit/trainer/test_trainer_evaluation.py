@@ -21,8 +21,6 @@ from flashckpt.trainer.config.changes import recorded_values
 from flashckpt.trainer.config.eval import ProbeConfig
 from flashckpt.trainer.data.mixed import MixedDataset
 from flashckpt.trainer.data.prepare import prepare
-from flashckpt.trainer.data.questions import read_questions
-from flashckpt.trainer.data.sets import check_evaluation, prepare_sets, run_vocabulary, sets_of
 from flashckpt.trainer.data.vocabulary import Vocabulary, train_bpe
 from flashckpt.trainer.evaluate.results import Score, Scores, curves_of, plain_scores, score_lines, score_table
 from flashckpt.trainer.evaluate.rows import NO_TARGET, RowScores, chunks_of
@@ -30,6 +28,8 @@ from flashckpt.trainer.evaluate.scores import Evaluator, Probe, continued, open_
 from flashckpt.trainer.parallel.apply import build_parallel
 from flashckpt.trainer.parallel.distributed import process_group
 from flashckpt.trainer.parallel.layout import resolve_layout
+from flashckpt.trainer.scored.questions import read_questions
+from flashckpt.trainer.scored.sets import check_evaluation, prepare_sets, run_vocabulary, sets_of
 
 needs_tokenizers = pytest.mark.skipif(
     importlib.util.find_spec("tokenizers") is None,

@@ -10,7 +10,7 @@ from decimal import Decimal
 from typing import Any
 
 from flashckpt.trainer.config.eval import ProbeConfig
-from flashckpt.trainer.data.questions import arc_of, index_of, parse_lines, text_of, texts_of
+from flashckpt.trainer.scored.questions import arc_of, index_of, parse_lines, text_of, texts_of
 
 NONE = "None of the others"
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|-?\.\d+")

@@ -1,0 +1,1 @@
+"""Text, questions and answers that a model is scored with: `[eval]`, read and prepared. Torch-free."""
