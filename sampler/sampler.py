@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flashckpt.errors import ConfigError, DataError
 from flashckpt.sampler import errors
-from flashckpt.sampler.iterations import Iterations
+from flashckpt.sampler.iterations import Iterations, Place
 from flashckpt.sampler.iterator import ElasticIterator, EpochWalk
 from flashckpt.sampler.order.cursor import Cursor
 from flashckpt.sampler.order.dealing import samples_of, weights_of
@@ -27,7 +27,6 @@ from flashckpt.sampler.order.permutation import MAX_LENGTH, Int64Array
 from flashckpt.sampler.order.schedule import BatchSizes
 from flashckpt.sampler.order.state import SamplerState, fingerprint_of, whole
 from flashckpt.sampler.order.stream import EpochStream, Order, Stream
-from flashckpt.sampler.place import Place
 from flashckpt.sampler.replicas import either, resolve
 from flashckpt.sampler.seeded import SeededSamples
 

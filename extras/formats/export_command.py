@@ -30,8 +30,7 @@ from flashckpt.cli.quantity import parse_size
 from flashckpt.core.manifest import Manifest
 from flashckpt.errors import ConfigError
 from flashckpt.interop import safetensors_files as st
-from flashckpt.interop.casting import parse_dtype, target_dtype
-from flashckpt.interop.outgoing import Outgoing
+from flashckpt.interop.outgoing import Outgoing, parse_dtype, target_dtype
 from flashckpt.interop.selection import Selection, parse_selection, refuse_clashes, refuse_nothing
 from flashckpt.interop.target import replacing
 from flashckpt.restore.sources import Meter, StorageSource

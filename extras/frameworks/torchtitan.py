@@ -27,8 +27,7 @@ from flashckpt.errors import ConfigError, SamplerStateError
 from flashckpt.integrations.shared import OneForAllRanks
 from flashckpt.report import guarded
 from flashckpt.state import rng
-from flashckpt.state.data_sources import PAGE, continuation_of
-from flashckpt.state.source_places import refuse_other_workers
+from flashckpt.state.data_sources import PAGE, continuation_of, refuse_other_workers
 
 _log = guarded(logging.getLogger("flashckpt"))
 _MESH = ["pp", "batch", "cp", "tp"]

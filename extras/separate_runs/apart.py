@@ -7,7 +7,7 @@ import logging
 import torch
 
 from flashckpt.trainer.config import RunConfig
-from flashckpt.trainer.optim.outer import OuterOptimizer
+from flashckpt.trainer.optim.average import OuterOptimizer
 from flashckpt.trainer.separate_runs.meeting import GroupMeeting
 from flashckpt.trainer.separate_runs.roster import Roster
 from flashckpt.trainer.train.phased_data import PhasedData

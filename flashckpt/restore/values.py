@@ -18,11 +18,11 @@ from flashckpt.restore.absent_state import is_of_this_rank
 from flashckpt.restore.program import Program
 from flashckpt.restore.requirements import Wanted, is_wanted
 from flashckpt.state import group_lists, optimizer_state, pytree, rng, samplers, value_reader
+from flashckpt.state.data_sources import refuse_other_ranks, refuse_other_workers
 from flashckpt.state.group_lists import GroupsOf, beside, in_live_order
 from flashckpt.state.loaded import Giving, ask
 from flashckpt.state.placement import dtensor, replicated
 from flashckpt.state.registry import StateRegistry
-from flashckpt.state.source_places import refuse_other_ranks, refuse_other_workers
 
 _OF_THE_WHOLE = frozenset({"groups", "forms", "state", "extra"})
 """What stands behind an optimizer's name in keys that are no parameter's."""

@@ -28,9 +28,8 @@ from flashckpt.state.registry import StateRegistry
 from flashckpt.state.structure import Structure
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.model.moe import EXPERT_WEIGHTS
-from flashckpt.trainer.optim.average import WeightAverage
+from flashckpt.trainer.optim.average import OuterOptimizer, WeightAverage
 from flashckpt.trainer.optim.builders import build_optimizers
-from flashckpt.trainer.optim.outer import OuterOptimizer
 from flashckpt.trainer.parallel.apply import Parallel, build_parallel, local_tensor
 from flashckpt.trainer.parallel.groups import group_label
 from flashckpt.trainer.parallel.layout import Layout

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 -- the name everybody reads
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -122,3 +123,29 @@ class _TokenLosses(torch.autograd.Function):
         # In place: the largest tensor of a step is not needed twice. A second backward is noticed by autograd.
         out = logs.exp_().mul_(grad)
         return out.scatter_add_(1, targets.clamp(min=0).unsqueeze(-1), -grad), None
+
+
+def per_token_loss(logits: Any, targets: Tensor) -> Tensor:
+    """Cross entropy of each token in nats, float32, shape (B x T,); 0 where there is no target (-100)."""
+    return token_losses(logits.flatten(0, 1), targets.flatten())
+
+
+def chunked_losses(head: nn.Module, hidden: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    """Return the cross entropy of each token, float32 (B, T), holding the logits of `chunk` tokens at a time.
+
+    Backward makes each piece's logits again, with its gradient: one product with the head more, and never the logits
+    of all tokens, neither in their own type nor in float32.
+
+    Args:
+        head: Activations (N, D) -> logits (N, vocab).
+        hidden: (B, T, D).
+        targets: (B, T) int64; negative: no target, loss 0.
+        chunk: Tokens of a piece.
+    """
+
+    def piece(rows: Tensor, wanted: Tensor) -> Tensor:
+        return token_losses(head(rows), wanted)
+
+    pairs = zip(torch.split(hidden.flatten(0, 1), chunk), torch.split(targets.flatten(), chunk), strict=True)
+    losses = [checkpoint(piece, rows, wanted, use_reentrant=False) for rows, wanted in pairs]
+    return torch.cat(losses).view(targets.shape)

@@ -30,9 +30,8 @@ from flashckpt.trainer.model.cache import KeyValueCache
 from flashckpt.trainer.model.context import ContextAttention, ContextSlice
 from flashckpt.trainer.model.flex import FlexMasks
 from flashckpt.trainer.model.joint import Linear, joins, turned_projections
-from flashckpt.trainer.model.loss import chunked_losses
 from flashckpt.trainer.model.moe import FeedForward, MixtureOfExperts
-from flashckpt.trainer.model.operators import RMSNorm
+from flashckpt.trainer.model.operators import RMSNorm, chunked_losses
 from flashckpt.trainer.model.positions import Positions, make_positions, rotate, with_documents
 from flashckpt.trainer.model.ring import RingAttention
 

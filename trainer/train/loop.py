@@ -29,9 +29,8 @@ from flashckpt.trainer.data.corpus import prepare_corpus
 from flashckpt.trainer.data.mixed import open_data
 from flashckpt.trainer.data.prepared import check_prepared
 from flashckpt.trainer.data.windows import ids_digest
-from flashckpt.trainer.optim.average import WeightAverage
+from flashckpt.trainer.optim.average import OuterOptimizer, WeightAverage
 from flashckpt.trainer.optim.builders import apply_settings, build_optimizers, set_rate, settings_of
-from flashckpt.trainer.optim.outer import OuterOptimizer
 from flashckpt.trainer.parallel.apply import MicroBatch, build_parallel
 from flashckpt.trainer.parallel.distributed import check_root, is_first_start, note_restore, process_group
 from flashckpt.trainer.parallel.layout import Layout, resolve_layout

@@ -35,7 +35,7 @@ from flashckpt.trainer.train.record import say_once
 
 if TYPE_CHECKING:
     from flashckpt import Checkpointer
-    from flashckpt.trainer.optim.outer import OuterOptimizer
+    from flashckpt.trainer.optim.average import OuterOptimizer
 
 RECORD = "run"
 

@@ -18,8 +18,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from flashckpt.trainer.config.parallel import ParallelConfig
 from flashckpt.trainer.data.windows import Batch
-from flashckpt.trainer.model.loss import per_token_loss
 from flashckpt.trainer.model.moe import MixtureOfExperts
+from flashckpt.trainer.model.operators import per_token_loss
 from flashckpt.trainer.model.router_loss import move_bias, set_router_scale
 from flashckpt.trainer.parallel.apply import Parallel, local_tensor, set_gradient_sync
 from flashckpt.trainer.train.optim import local_square_sum, scale_gradients, settle_gradients

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from flashckpt.trainer.generate.samples import quiet
-from flashckpt.trainer.model.loss import per_token_loss
+from flashckpt.trainer.model.operators import per_token_loss
 from flashckpt.trainer.parallel.apply import Parallel
 from flashckpt.trainer.train.step import loss_context
 

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flashckpt.errors import ConfigError
-from flashckpt.trainer.data.byte_tokenizer import byte_tokenizer
-from flashckpt.trainer.data.vocabulary import KNOWN_ENDS, guarded, parse_tokenizer, valid_text
+from flashckpt.trainer.data.vocabulary import KNOWN_ENDS, byte_tokenizer, guarded, parse_tokenizer, valid_text
 
 TOKENIZER = "tokenizer.json"
 _BROKEN = "\ufffd"

@@ -10,8 +10,8 @@ from typing import Any
 from flashckpt.errors import ConfigError
 from flashckpt.trainer.config import RunConfig, from_values
 from flashckpt.trainer.config.changes import recorded_values
-from flashckpt.trainer.data.byte_tokenizer import byte_tokenizer
 from flashckpt.trainer.data.prepare import read_indexes, settings_of
+from flashckpt.trainer.data.vocabulary import byte_tokenizer
 from flashckpt.trainer.hub.source import BESIDE, CONFIG, CheckpointWeights, SavedWeights, read_json
 
 TOKENIZER = "tokenizer.json"

@@ -13,8 +13,7 @@ from flashckpt.dcp import direct_writer
 from flashckpt.dcp.direct_writer import StreamedRow
 from flashckpt.errors import ConfigError
 from flashckpt.interop import safetensors_files as st
-from flashckpt.interop.casting import parse_dtype, target_dtype
-from flashckpt.interop.outgoing import Outgoing
+from flashckpt.interop.outgoing import Outgoing, parse_dtype, target_dtype
 from flashckpt.interop.target import replacing
 from flashckpt.printable import printable
 from flashckpt.storage.factory import is_process_local, open_store

@@ -16,8 +16,7 @@ from flashckpt.shm.agent_folder import agent_folder, note_display
 from flashckpt.trainer.train.metrics import StepRecord
 from flashckpt.trainer.train.nonfatal import CLEAR, write_all
 from flashckpt.trainer.watch.engine import Events
-from flashckpt.trainer.watch.figures import Figures
-from flashckpt.trainer.watch.plain import StepPace, progress_text
+from flashckpt.trainer.watch.figures import Figures, StepPace, progress_text
 
 REFRESH_S = 0.5
 _JOIN_S = 2.0

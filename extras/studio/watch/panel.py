@@ -14,8 +14,7 @@ from rich.text import Text
 
 from flashckpt.trainer.train.metrics import StepRecord
 from flashckpt.trainer.watch.engine import Event
-from flashckpt.trainer.watch.figures import Figures
-from flashckpt.trainer.watch.plain import duration
+from flashckpt.trainer.watch.figures import Figures, duration
 
 FIXED_LINES = 4
 """Lines without events: the bar and three of figures."""

@@ -24,9 +24,8 @@ from flashckpt.trainer.plan.start import expected_mfu
 from flashckpt.trainer.train.metrics import StepRecord, Trace
 from flashckpt.trainer.train.nonfatal import Nonfatal, terminal_of
 from flashckpt.trainer.watch.engine import EngineWatch, Events
-from flashckpt.trainer.watch.figures import StepMeter, curves
+from flashckpt.trainer.watch.figures import ProgressLine, StepMeter, curves
 from flashckpt.trainer.watch.live import LiveDisplay
-from flashckpt.trainer.watch.plain import ProgressLine
 from flashckpt.trainer.watch.wandb_page import WandbPage
 
 logger = logging.getLogger(__name__)

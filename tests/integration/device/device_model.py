@@ -10,7 +10,7 @@ from support import emulated_device
 from support.paths import ROOT
 
 from flashckpt.trainer.config import read_config
-from flashckpt.trainer.model.loss import per_token_loss
+from flashckpt.trainer.model.operators import per_token_loss
 from flashckpt.trainer.model.transformer import Transformer
 
 pytestmark = pytest.mark.skipif(bool(emulated_device.why_not()), reason=emulated_device.why_not())

@@ -19,7 +19,7 @@ from flashckpt.shm.segment import Segment
 from flashckpt.trainer.config import read_config, to_toml, to_values
 from flashckpt.trainer.config.model import ModelConfig
 from flashckpt.trainer.demo.report import compare_traces, read_restores
-from flashckpt.trainer.model.loss import per_token_loss
+from flashckpt.trainer.model.operators import per_token_loss
 from flashckpt.trainer.model.transformer import Transformer
 from flashckpt.trainer.train.metrics import read_trace
 from integration.gpu.device import device, device_type, gpu, in_time

@@ -22,7 +22,7 @@ from flashckpt.dcp import direct_writer
 from flashckpt.errors import ConfigError
 from flashckpt.trainer.__main__ import main
 from flashckpt.trainer.config import RunConfig, from_values, to_values
-from flashckpt.trainer.data.byte_tokenizer import byte_tokenizer
+from flashckpt.trainer.data.vocabulary import byte_tokenizer
 from flashckpt.trainer.evaluate.check import check
 from flashckpt.trainer.hub.hub_config import from_hub
 from flashckpt.trainer.hub.source import HubFolder

@@ -23,7 +23,7 @@ from flashckpt.trainer.config import from_values, to_values
 from flashckpt.trainer.demo.run import stop_daemon
 from flashckpt.trainer.evaluate.scores import Evaluator
 from flashckpt.trainer.model.initial import fill
-from flashckpt.trainer.model.loss import per_token_loss
+from flashckpt.trainer.model.operators import per_token_loss
 from flashckpt.trainer.model.transformer import Transformer
 from flashckpt.trainer.optim.builders import build_optimizers
 from flashckpt.trainer.parallel.distributed import process_group

@@ -24,7 +24,7 @@ from flashckpt.trainer.data.training_data import TrainingData
 from flashckpt.trainer.demo.report import compare_traces, read_restores
 from flashckpt.trainer.demo.run import stop_daemon
 from flashckpt.trainer.model.initial import fill, materialise
-from flashckpt.trainer.model.loss import per_token_loss
+from flashckpt.trainer.model.operators import per_token_loss
 from flashckpt.trainer.parallel.apply import build_stage, local_tensor
 from flashckpt.trainer.parallel.distributed import process_group
 from flashckpt.trainer.parallel.layout import resolve_layout

@@ -25,8 +25,7 @@ from flashckpt.trainer.generate.samples import Sample
 from flashckpt.trainer.parallel.distributed import note_restore
 from flashckpt.trainer.train.metrics import StepRecord, Trace, read_trace
 from flashckpt.trainer.train.nonfatal import LineFile, Nonfatal, NonfatalStream, report_once
-from flashckpt.trainer.watch.figures import Figures
-from flashckpt.trainer.watch.plain import ProgressLine
+from flashckpt.trainer.watch.figures import Figures, ProgressLine
 from flashckpt.trainer.watch.reporter import BOARD_PATIENCE, Board, Reporter
 
 RECORD: dict[str, Any] = {"norm": 1.0, "rate": 0.1, "tokens": 64, "samples": "ab", "seconds": 0.5, "loss": 2.0}

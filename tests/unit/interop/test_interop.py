@@ -27,7 +27,7 @@ from flashckpt.cli import main as cli
 from flashckpt.dcp import FlashStorageWriter, direct_writer
 from flashckpt.errors import FlashckptError
 from flashckpt.interop import safetensors_files, target
-from flashckpt.interop.casting import cast
+from flashckpt.interop.outgoing import cast
 from flashckpt.interop.selection import Selection, parse_selection
 from flashckpt.storage.factory import open_store
 

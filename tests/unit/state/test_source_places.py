@@ -11,8 +11,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from flashckpt.errors import SamplerStateError
 from flashckpt.sampler import ElasticSampler
+from flashckpt.state.data_sources import refuse_other_ranks, refuse_other_workers
 from flashckpt.state.placement import World
-from flashckpt.state.source_places import refuse_other_ranks, refuse_other_workers
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # of torch, by torchdata
 

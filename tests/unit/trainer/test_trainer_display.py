@@ -20,9 +20,8 @@ from flashckpt.trainer.train.metrics import StepRecord
 from flashckpt.trainer.train.nonfatal import CLEAR, NonfatalStream, nonfatal_streams, report_once, terminal_of
 from flashckpt.trainer.watch import panel
 from flashckpt.trainer.watch.engine import KEPT, Event, Events
-from flashckpt.trainer.watch.figures import Figures
+from flashckpt.trainer.watch.figures import Figures, ProgressLine, duration
 from flashckpt.trainer.watch.live import LiveDisplay
-from flashckpt.trainer.watch.plain import ProgressLine, duration
 
 RECORD: dict[str, Any] = {"norm": 1.25, "rate": 0.1, "tokens": 64, "samples": "ab", "seconds": 2.0, "loss": 2.5}
 FIGURES = Figures(

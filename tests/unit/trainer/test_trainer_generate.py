@@ -173,7 +173,7 @@ def asked(capsys: Any, *words: str, code: int = 0) -> dict[str, Any]:
 
 def write_folder(folder: Path, config: ModelConfig, **changes: Any) -> Path:
     """Write a Hugging Face folder with a tokenizer of bytes."""
-    from flashckpt.trainer.data.byte_tokenizer import byte_tokenizer
+    from flashckpt.trainer.data.vocabulary import byte_tokenizer
 
     model = model_of(config)
     held = dict(model.named_parameters())

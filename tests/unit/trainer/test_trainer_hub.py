@@ -29,7 +29,7 @@ from flashckpt.storage.factory import open_store
 from flashckpt.trainer.__main__ import main
 from flashckpt.trainer.config import RunConfig, from_values, to_values
 from flashckpt.trainer.config.model import ModelConfig
-from flashckpt.trainer.data.byte_tokenizer import byte_tokenizer
+from flashckpt.trainer.data.vocabulary import byte_tokenizer
 from flashckpt.trainer.hub import weights
 from flashckpt.trainer.hub.families import FAMILIES, family_of, tensors_of
 from flashckpt.trainer.hub.hub_config import from_hub, to_hub

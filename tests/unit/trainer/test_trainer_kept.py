@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flashckpt.trainer.config import from_values
 from flashckpt.trainer.model.initial import fill, materialise
-from flashckpt.trainer.model.loss import chunked_losses, per_token_loss
+from flashckpt.trainer.model.operators import chunked_losses, per_token_loss
 from flashckpt.trainer.model.transformer import Transformer, _HostCopies
 from flashckpt.trainer.parallel.switches import recompute_of
 from flashckpt.trainer.train.optim import local_square_sum

@@ -20,8 +20,7 @@ from flashckpt.trainer.parallel.layout import resolve_layout
 from flashckpt.trainer.train.anomaly import Guard
 from flashckpt.trainer.train.metrics import StepRecord, Trace, read_trace
 from flashckpt.trainer.train.phases import learning_rate
-from flashckpt.trainer.watch.figures import StepMeter
-from flashckpt.trainer.watch.plain import ProgressLine
+from flashckpt.trainer.watch.figures import ProgressLine, StepMeter
 
 RECORD: dict[str, Any] = {"norm": 1.0, "rate": 0.1, "tokens": 64, "samples": "ab", "seconds": 0.5}
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from flashckpt.trainer.config import RunConfig, from_values
 from flashckpt.trainer.dry_run.command import rank_kinds, slot_of
 from flashckpt.trainer.model import transformer
-from flashckpt.trainer.model.loss import per_token_loss
+from flashckpt.trainer.model.operators import per_token_loss
 from flashckpt.trainer.model.recompute import parse_recompute
 from flashckpt.trainer.model.transformer import Transformer
 from flashckpt.trainer.parallel.layout import Layout, resolve_layout

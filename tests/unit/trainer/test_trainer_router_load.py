@@ -19,8 +19,7 @@ from flashckpt.trainer.model.moe import MixtureOfExperts
 from flashckpt.trainer.model.router_loss import choose, move_bias
 from flashckpt.trainer.parallel.layout import resolve_layout
 from flashckpt.trainer.train.metrics import StepRecord
-from flashckpt.trainer.watch.figures import Figures, curves
-from flashckpt.trainer.watch.plain import progress_text
+from flashckpt.trainer.watch.figures import Figures, curves, progress_text
 
 
 def layer_of(**settings: Any) -> MixtureOfExperts:
