@@ -1,4 +1,4 @@
-"""A second set of the weights, sharded as they are: their exponential moving average."""
+"""Second sets of the weights, sharded as they are: their moving average, and what groups that train apart have in common."""
 
 from __future__ import annotations
 
