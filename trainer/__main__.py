@@ -13,7 +13,6 @@ from flashckpt.plugin import TrainerCommand
 from flashckpt.shm.agent_folder import agent_folder
 from flashckpt.trainer.config import RunConfig, read_config, to_toml, without_secrets
 from flashckpt.trainer.config.command_line import take_flag, take_value
-from flashckpt.trainer.parallel.float8_layers import refuse_without_torchao
 from flashckpt.trainer.parallel.groups import refuse_check, run_of_group
 from flashckpt.trainer.train.nonfatal import nonfatal_streams, report_once, terminal_of
 from flashckpt.trainer.train.phases import check_layouts, phases_of
@@ -127,7 +126,8 @@ def _run(words: list[str]) -> int:
 def _check_inputs(config: RunConfig, *, evaluate_only: bool) -> None:
     """Refuse what can be known to be wrong before torch is imported."""
     check_layouts(config, env.WORLD_SIZE)
-    refuse_without_torchao(config)
+    if config.train.float8 != "off":
+        entry_points.load(entry_points.EXTRAS, "float8").refuse_without_torchao(config)
     if config.data.sources and (config.eval.held_out or not evaluate_only):
         from flashckpt.trainer.data.prepared import check_sources
 

@@ -23,13 +23,13 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DTensor, Shard
 
+from flashckpt import entry_points
 from flashckpt.rehearsal import adopt
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.model.context import ContextSlice
 from flashckpt.trainer.model.initial import fill, materialise
 from flashckpt.trainer.model.moe import choose_products, experts_of, place_experts, spread_experts
 from flashckpt.trainer.model.transformer import Transformer
-from flashckpt.trainer.parallel.float8 import convert_layers
 from flashckpt.trainer.parallel.layout import SPLIT_BACKWARD, Layout, expert_dimension, needs_fsdp
 from flashckpt.trainer.parallel.switches import recompute_of
 from flashckpt.trainer.parallel.tensor import tensor_parallel
@@ -254,7 +254,8 @@ def _build_part(
 ) -> nn.Module:
     part = build_stage(config, layout, stage)
     part.context = context
-    convert_layers(part, config, layout.tp, device)
+    if config.train.float8 != "off":
+        entry_points.load(entry_points.EXTRAS, "float8-convert").convert_layers(part, config, layout.tp, device)
     if layout.tp > 1:
         tensor_parallel(part, mesh["tp"], config)
     part.set_recompute(recompute_of(config.parallel), offload=config.parallel.activation_offload)

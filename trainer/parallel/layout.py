@@ -10,11 +10,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from flashckpt import entry_points
 from flashckpt.errors import LayoutError
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.parallel import switches
 from flashckpt.trainer.parallel.batch_split import Rounds, split_batch
-from flashckpt.trainer.parallel.float8_layers import check_float8
 from flashckpt.trainer.parallel.groups import check_groups
 from flashckpt.trainer.parallel.switches import check_cut_experts, check_switches, check_zero, replicas_of
 
@@ -158,8 +158,9 @@ def resolve_layout(config: RunConfig, world: int) -> Layout:
     _check_router_losses(config, layout)
     check_switches(config, layout.pp, layout.dp_shard, layout.tp)
     check_groups(config, layout.padding)
-    tokens = layout.local_batch // layout.micro_batches * config.train.seq_len // layout.cp
-    check_float8(config, tp=layout.tp, tokens=tokens)
+    if config.train.float8 != "off":
+        tokens = layout.local_batch // layout.micro_batches * config.train.seq_len // layout.cp
+        entry_points.load(entry_points.EXTRAS, "float8").check_float8(config, tp=layout.tp, tokens=tokens)
     return layout
 
 

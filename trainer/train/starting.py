@@ -26,7 +26,6 @@ from flashckpt.trainer.model.initial import name_seed
 from flashckpt.trainer.model.moe import described_products
 from flashckpt.trainer.parallel.apply import Parallel
 from flashckpt.trainer.parallel.distributed import device_name
-from flashckpt.trainer.parallel.float8 import described_float8
 from flashckpt.trainer.parallel.groups import group_label
 from flashckpt.trainer.parallel.layout import Layout, resolve_layout
 from flashckpt.trainer.parallel.switches import host_memory_switches
@@ -71,7 +70,8 @@ def announce(config: RunConfig, layout: Layout, parallel: Parallel) -> None:
     say_once(logging.INFO, f"{layout.describe()}; {where}")
     if device.type == "cpu" and (moved := host_memory_switches(config.parallel)):
         say_once(logging.WARNING, f"{moved}: all is in host memory on a CPU: nothing is saved")
-    if float8 := described_float8(config, parallel.parts):
+    if config.train.float8 != "off":
+        float8 = entry_points.load(entry_points.EXTRAS, "float8-convert").described_float8(config, parallel.parts)
         say_once(logging.INFO, float8)
     if products := described_products(parallel.parts[0]):
         say_once(logging.INFO, products)

@@ -13,7 +13,7 @@ from flashckpt.cli.common import human_bytes
 from flashckpt.cli.quantity import show_s
 from flashckpt.errors import ConfigError, LayoutError
 from flashckpt.trainer.config import RunConfig, read_config
-from flashckpt.trainer.parallel.float8_layers import needs_device, uses_float8
+from flashckpt.trainer.float8.layers import needs_device, uses_float8
 from flashckpt.trainer.parallel.switches import on_device
 from flashckpt.trainer.plan.beyond import WORTH_DAYS, Sized, scaling
 from flashckpt.trainer.plan.feedback import feedback

@@ -20,13 +20,13 @@ from flashckpt.dcp import direct_writer
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.trainer.__main__ import main
 from flashckpt.trainer.config import from_values
+from flashckpt.trainer.float8.convert import convert_layers, described_float8
+from flashckpt.trainer.float8.layers import float8_layers
 from flashckpt.trainer.hub.source import HubFolder
 from flashckpt.trainer.model import transformer
 from flashckpt.trainer.model.transformer import Transformer
 from flashckpt.trainer.parallel.apply import build_parallel
 from flashckpt.trainer.parallel.distributed import process_group
-from flashckpt.trainer.parallel.float8 import convert_layers, described_float8
-from flashckpt.trainer.parallel.float8_layers import float8_layers
 from flashckpt.trainer.parallel.switches import recompute_of
 from flashckpt.trainer.train import loop
 

@@ -17,10 +17,10 @@ from flashckpt.errors import ConfigError, LayoutError
 from flashckpt.trainer import __main__ as command
 from flashckpt.trainer.config import from_values, read_config
 from flashckpt.trainer.config.changes import compare, recorded_values
+from flashckpt.trainer.float8.convert import convert_layers, described_float8
+from flashckpt.trainer.float8.layers import float8_flops_per_token, float8_layers
 from flashckpt.trainer.model.transformer import Transformer
 from flashckpt.trainer.parallel.apply import build_stage
-from flashckpt.trainer.parallel.float8 import convert_layers, described_float8
-from flashckpt.trainer.parallel.float8_layers import float8_flops_per_token, float8_layers
 from flashckpt.trainer.parallel.layout import resolve_layout
 from flashckpt.trainer.plan.forecast import memory, step_time
 from flashckpt.trainer.plan.gpus import GPUS

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from flashckpt.trainer.config import RunConfig
+from flashckpt.trainer.float8.layers import float8_layers, needs_device, refuse_without_torchao, uses_float8
 from flashckpt.trainer.model.transformer import Transformer
-from flashckpt.trainer.parallel.float8_layers import float8_layers, needs_device, refuse_without_torchao, uses_float8
 
 CAPABILITY = (8, 9)
 ROCM_CAPABILITY = (9, 4)
