@@ -1,1 +1,1 @@
-"""`train.float8`: linear layers in float8 by torchao, which layers, and when they cannot be."""
+"""`train.float8`: linear layers in float8, by torchao."""

@@ -1,1 +1,1 @@
-"""Samples that loaders prepared, kept for a restart: `Checkpointer.keep_samples`."""
+"""Samples that loaders prepared, kept for a restart: `ckpt.keep_samples`."""

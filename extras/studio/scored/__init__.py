@@ -1,1 +1,1 @@
-"""Text, questions and answers that a model is scored with: `[eval]`, read and prepared. Torch-free."""
+"""Text, questions and answers that a model is scored with: `[eval]`. Torch-free."""
