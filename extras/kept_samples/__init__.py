@@ -1,1 +1,1 @@
-"""Samples that loaders prepared, kept for a restart: `ckpt.keep_samples`."""
+"""Samples that loaders prepared, kept for a restart: `keep_samples`."""
