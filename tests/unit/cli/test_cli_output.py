@@ -23,7 +23,7 @@ from flashckpt.checkpoint.catalog import read_manifest
 from flashckpt.cli import common, gc, status, status_page
 from flashckpt.cli import main as cli
 from flashckpt.cli.output import FittingTable
-from flashckpt.console import comparison, diff, inspect
+from flashckpt.console import diff, inspect
 from flashckpt.errors import DamagedError, StoreError
 from flashckpt.printable import counted, plain, printable, to_json
 from flashckpt.report import PrintableFormatter
@@ -131,8 +131,8 @@ def test_values_that_json_and_python_text_lack_are_shown(
 def test_equality_of_values_tells_kinds_apart_and_nan_is_itself() -> None:
     equal = [(float("nan"), float("nan")), ({"a": [1, (2,)]}, {"a": [1, (2,)]}), (1 << 20_000, 1 << 20_000)]
     differ = [(1, 1.0), (0.0, -0.0), ([1], (1,)), ({"a": 1}, {"b": 1}), (1 << 20_000, 1 << 20_001), (True, 1)]
-    assert all(comparison.same(x, y) for x, y in equal)
-    assert not any(comparison.same(x, y) for x, y in differ)
+    assert all(diff.same(x, y) for x, y in equal)
+    assert not any(diff.same(x, y) for x, y in differ)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(24, "Too many open files"), ValueError("x"), RecursionError("y"),
@@ -186,7 +186,7 @@ def shown(part: object, width: int) -> str:
 def test_no_number_or_name_of_a_table_is_cut_in_a_narrow_terminal(width: int, root: str) -> None:
     store = open_store(root)
     a, b = (diff._source(store, step) for step in ("10", "20"))
-    document = comparison.compare(a, b)
+    document = diff.compare(a, b)
     document["values"]["sampler@rank0"] = [
         {"seed": 1, "epoch": 2, "offset": 3_000_000_001},
         {"seed": 1, "epoch": 2, "offset": 4},

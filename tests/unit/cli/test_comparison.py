@@ -13,7 +13,7 @@ from support.daemons import two_checkpoints
 from flashckpt.cli import main as cli
 from flashckpt.cli import output
 from flashckpt.cli.output import FittingTable, OutputConsole
-from flashckpt.console import comparison, diff
+from flashckpt.console import diff
 from flashckpt.core.shard import Shard
 from flashckpt.restore.executor import Target, execute_reads
 from flashckpt.restore.sources import StorageSource
@@ -32,12 +32,12 @@ def sides(tmp_path: Path) -> Iterator[tuple[StorageSource, StorageSource]]:
         yield diff._source(store, "10"), diff._source(store, "20")
 
 
-@pytest.mark.parametrize("block_bytes", [1, 64, 1000, comparison.BLOCK_BYTES])
+@pytest.mark.parametrize("block_bytes", [1, 64, 1000, diff.BLOCK_BYTES])
 def test_every_size_of_a_batch_finds_the_same(
     block_bytes: int, sides: tuple[StorageSource, StorageSource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(comparison, "BLOCK_BYTES", block_bytes)
-    found = {one["fqn"]: one for one in comparison.compare(*sides)["tensors"]}
+    monkeypatch.setattr(diff, "BLOCK_BYTES", block_bytes)
+    found = {one["fqn"]: one for one in diff.compare(*sides)["tensors"]}
     for name, shape in SHAPES.items():
         whole = [one for one in found if one == name or one.endswith(f".{name}")]
         assert found[whole[0]]["elements"] == np.prod(shape, dtype=int)
@@ -46,18 +46,18 @@ def test_every_size_of_a_batch_finds_the_same(
 
 
 def test_a_number_that_became_nan_is_no_small_difference() -> None:
-    found = comparison._Difference("float32 [3]")
+    found = diff._Difference("float32 [3]")
     before, after = (np.array(numbers, "<f4").view(np.uint8) for numbers in ([1, 2, 3], [1.5, np.nan, 3]))
     found.add(before, after, "float32")
-    assert (found.differing, comparison._document("one", found)["max_abs"]) == (2, None)
+    assert (found.differing, diff._document("one", found)["max_abs"]) == (2, None)
 
 
 @pytest.mark.parametrize(("shape", "blocks"), [((), 1), ((0, 3), 0), ((3, 0), 1), ((5,), 1), ((100, 3), 4)])
 def test_blocks_cover_a_tensor_once(shape: tuple[int, ...], blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparison, "BLOCK_BYTES", 300)
+    monkeypatch.setattr(diff, "BLOCK_BYTES", 300)
     ndim = len(shape)
     whole = Shard(fqn="one", dtype="float32", global_shape=shape, offsets=(0,) * ndim, lengths=shape)
-    found = list(comparison._blocks(whole))
+    found = list(diff._blocks(whole))
     assert len(found) == blocks
     assert sum(block.nbytes for block in found) == whole.nbytes
 
@@ -71,18 +71,18 @@ def test_few_calls_read_many_tensors(
         calls.append(len(targets))
         execute_reads(targets, sources)
 
-    monkeypatch.setattr(comparison, "execute_reads", counting)
-    comparison.compare(*sides)
+    monkeypatch.setattr(diff, "execute_reads", counting)
+    diff.compare(*sides)
     assert len(calls) == 2, "one for each side"
 
 
 def test_shards_that_do_not_lie_alike_are_compared_name_by_name(
     sides: tuple[StorageSource, StorageSource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    at_once = comparison.compare(*sides)
-    monkeypatch.setattr(comparison, "_same_rows", lambda *_: False)
-    assert comparison.compare(*sides) == at_once
-    assert comparison.compare(sides[0], sides[0])["tensors"] == []
+    at_once = diff.compare(*sides)
+    monkeypatch.setattr(diff, "_same_rows", lambda *_: False)
+    assert diff.compare(*sides) == at_once
+    assert diff.compare(sides[0], sides[0])["tensors"] == []
 
 
 @pytest.mark.parametrize("title", ["", "a title"])
