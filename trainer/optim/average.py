@@ -104,7 +104,7 @@ def _put(root: nn.Module, path: list[str], held: nn.Parameter) -> None:
     root.register_parameter(path[-1], held)
 
 
-class Meeting(Protocol):
+class OtherGroups(Protocol):
     """The other groups where they are separate runs: `separate_runs.meeting`. A roster is what was decided of one."""
 
     def meet(self, step: int, changes: Sequence[Tensor], common: Sequence[Tensor]) -> Any:
@@ -159,7 +159,7 @@ class OuterOptimizer:
         return step
 
     @torch.no_grad()
-    def meet(self, meeting: Meeting, step: int) -> Any:
+    def meet(self, meeting: OtherGroups, step: int) -> Any:
         """Synchronise groups that are separate runs, as `step` does; return the roster, None where the run has ended. Collective."""
         held = [*self.anchor.held, *(() if self.momentum is None else self.momentum.held)]
         common = [local_tensor(one).detach() for one in held]
