@@ -274,11 +274,11 @@ def same_members(dicts: list[Any], lists: list[Any], held: list[Any]) -> bool | 
 
 
 def read_counters(objects: list[Any], path: CounterPath) -> npt.NDArray[np.uint32] | None:
-    """Return the counter that `path` leads to from each object; None where one leads nowhere, or the C part does not run here.
+    """Return the counter that `path` leads to from each object; None where one leads nowhere, or there is no C part.
 
     The path must have been found to be right for objects of this kind: memory is read without being asked for.
     """
-    if _read_counters is None or not is_native():
+    if _read_counters is None:
         return None
     found = np.empty(len(objects), np.uint32)
     return found if _read_counters(objects, *path, found.ctypes.data) else None

@@ -48,17 +48,22 @@ static inline float of_e4m3_fnuz(uint8_t bits) { return of_e4m3(bits) * 0.5F; }
         }                                                                                                              \
         return (uint64_t)top;                                                                                          \
     }                                                                                                                  \
+    ATTRIBUTE static inline void NAME##_add(SUM sums[LANES], const TYPE bits[LANES]) {                                 \
+        for (size_t lane = 0; lane < LANES; lane++) {                                                                  \
+            SUM value = VALUE(UNSIGNED(TYPE, bits[lane]));                                                             \
+            sums[lane] += value * value;                                                                               \
+        }                                                                                                              \
+    }                                                                                                                  \
     ATTRIBUTE static double NAME##_squares(const uint8_t *input, size_t nbytes) {                                      \
         SUM sums[LANES] = {0};                                                                                         \
-        size_t count = nbytes / sizeof(TYPE);                                                                          \
-        for (size_t at = 0; at < count; at += LANES) {                                                                 \
-            TYPE bits[LANES] = {0};                                                                                    \
-            memcpy(bits, input + at * sizeof *bits, (count - at < LANES ? count - at : LANES) * sizeof *bits);         \
-            for (size_t lane = 0; lane < LANES; lane++) {                                                              \
-                SUM value = VALUE(UNSIGNED(TYPE, bits[lane]));                                                         \
-                sums[lane] += value * value;                                                                           \
-            }                                                                                                          \
+        TYPE bits[LANES];                                                                                              \
+        for (; nbytes >= sizeof bits; nbytes -= sizeof bits, input += sizeof bits) {                                   \
+            memcpy(bits, input, sizeof bits); /* of a known size: a register is filled, no function called */          \
+            NAME##_add(sums, bits);                                                                                    \
         }                                                                                                              \
+        memset(bits, 0, sizeof bits);                                                                                  \
+        memcpy(bits, input, nbytes);                                                                                   \
+        NAME##_add(sums, bits);                                                                                        \
         double sum = 0;                                                                                                \
         for (size_t lane = 0; lane < LANES; lane++) sum += sums[lane];                                                 \
         return sum;                                                                                                    \

@@ -20,6 +20,7 @@ from flashckpt import faults
 from flashckpt.core.records import CHUNK_BYTES
 from flashckpt.environment import env
 from flashckpt.native import SharedCopy, copy_and_digest, is_native
+from flashckpt.native.copying import choose_level
 from flashckpt.native.descriptors import Figures, kind_of
 from flashckpt.snapshot.copy import Buffer, Item, StalePlanError, stale_plan
 from flashckpt.snapshot.following import Following
@@ -167,10 +168,13 @@ class HostRuns:
 
     Args:
         items: Each with `start` >= 0.
+
+    Attributes:
+        level: What copies; chosen once, as the environment is slow to ask.
     """
 
     def __init__(self, items: Sequence[Item]) -> None:
-        self._items = items
+        self._items, self.level = items, choose_level(None)
         self._locals = [item.local for item in items]
         self._shapes, self._dtypes = [item.shape for item in items], [item.dtype for item in items]
         self._sizes = [item.local_bytes for item in items]
@@ -198,7 +202,8 @@ class HostRuns:
             if list(map(_NBYTES, self._locals[part])) != self._sizes[part]:
                 self._refuse(part)
         held = self.hold()
-        copy_and_digest(self._rows(held, buffer), digest=False, check=self._is_new(held, buffer))
+        rows, check = self._rows(held, buffer), self._is_new(held, buffer)
+        copy_and_digest(rows, digest=False, check=check, level=self.level)
         self.refuse_lost(held)
         self._note_checked(held, buffer)
 
@@ -232,6 +237,7 @@ class HostRuns:
                     digests=digests,
                     first_chunks=self._first[part],
                     check=check,
+                    level=self.level,
                     kinds=self._kinds[part],
                     figures=figures,
                 )
@@ -240,10 +246,16 @@ class HostRuns:
             _copy_by_chunk(rows, self._first, digests, self._kinds, figures)
         elif offer is None:
             copy_and_digest(
-                rows, digests=digests, first_chunks=self._first, check=check, kinds=self._kinds, figures=figures
+                rows,
+                digests=digests,
+                first_chunks=self._first,
+                check=check,
+                level=self.level,
+                kinds=self._kinds,
+                figures=figures,
             )
         else:
-            shared = SharedCopy(rows, digests, self._first, kinds=self._kinds, figures=figures)
+            shared = SharedCopy(rows, digests, self._first, level=self.level, kinds=self._kinds, figures=figures)
             with offer.open(shared):
                 shared.run(check=check)
         self.refuse_lost(held)

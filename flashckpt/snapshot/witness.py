@@ -187,7 +187,7 @@ class HostSamples:
         ends = np.cumsum(self._size)
         self._places = ends - self._size
         self._before, self._after = memory[:, : int(ends[-1]) if len(ends) else 0]
-        self._at = np.zeros_like(self._item)
+        self._at, self._rows = np.zeros_like(self._item), np.column_stack((self._places, self._places, self._size))
 
     def take(self, phase: float) -> bool:
         """Read the blocks at a place in [0, 1) of their parts; False where memory is gone: the copy will say why."""
@@ -212,8 +212,8 @@ class HostSamples:
         return names
 
     def _read(self, starts: Ints, into: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        rows = np.column_stack((starts[self._item] + self._at, into.ctypes.data + self._places, self._size))
-        copy_and_digest(rows, digest=False, check=False)
+        self._rows[:, 0], self._rows[:, 1] = starts[self._item] + self._at, self._places + into.ctypes.data
+        copy_and_digest(self._rows, digest=False, check=False, level=self._runs.level)
         return into
 
     def _differing(self, found: npt.NDArray[np.uint8]) -> list[str]:

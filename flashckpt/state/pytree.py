@@ -69,6 +69,8 @@ class _Apart:
             if all(type(k) is str for k, _ in items) and _MARK not in node:
                 return dict(items)
             return {_MARK: "dict", "items": items}
+        if type(node) is tuple and _NUMBERS.issuperset(map(type, node)):
+            return node  # betas
         if type(node) in (list, tuple, torch.Size):
             parts = [self.node(v, f"{path}.{i}", depth + 1) for i, v in enumerate(node)]
             return tuple(parts) if isinstance(node, tuple) else parts

@@ -97,6 +97,26 @@ def test_a_row_may_span_mappings(level: str, tmp_path: Path) -> None:
 
 
 @every_level
+@pytest.mark.parametrize("count", [2, 100, 127, 128, 129, 300])
+def test_each_of_many_mappings_is_looked_at(level: str, count: int) -> None:
+    """The kernel is asked for a few of them one by one, and for all of very many."""
+    with mmap.mmap(-1, count * PAGE) as mapped:
+        memory, other = np.frombuffer(mapped, np.uint8), np.zeros(count * PAGE, np.uint8)
+        for page in range(0, count, 2):
+            protect(at(memory) + page * PAGE, PAGE, mmap.PROT_READ)
+        out_of = rows(*((at(memory) + page * PAGE, at(other) + page * PAGE, PAGE) for page in range(count)))
+        copy_and_digest(out_of, level=level)
+        whole = rows((at(memory), at(other), count * PAGE))
+        copy_and_digest(whole, level=level)
+        protect(at(memory) + (count - 1) * PAGE, PAGE, 0)
+        for wrong in (out_of, whole):
+            with pytest.raises(UnusableMemoryError, match="a source cannot be read") as caught:
+                copy_and_digest(wrong, level=level)
+            assert f"row {len(wrong) - 1} of {len(wrong)}" in str(caught.value)
+        del memory
+
+
+@every_level
 def test_the_check_leaves_no_descriptor_open(level: str, shm_dir: Path) -> None:
     with (shm_dir / "segment").open("wb+") as file:
         file.truncate(PAGE)
