@@ -174,4 +174,12 @@ SEEDS = [
           Fault(163.33314420367478, "step back", 706, 0.9929566045438138),
           Fault(176.88471110750382, "other job", 856, 0.33139961725090983),
           Fault(215.92292327682046, "step back", 22, 0.5082315684426637)]),
+    # a write that failed was there; with two slots the node let go of it, the others committed it, and it was proposed for ever
+    Seed("liveness", 3505000038,
+         Setup(nodes=2, per_node=2, slots=2, step_s=3.0, persist_every=5, copy_s=0.8, keep_every=20, latency_s=0.005),
+         [Fault(2.558968982513632, "storage forgets", 974, 0.9173763570325413),
+          Fault(9.24658618959382, "storage forgets", 798, 0.4520539972214903),
+          Fault(30.871619366657665, "storage forgets", 17, 0.6599083471530408),
+          Fault(57.95472115192315, "storage forgets", 36, 0.126510494002245),
+          Fault(81.78417956241312, "storage forgets", 9, 0.2582766988241678)]),
 ]  # fmt: skip
