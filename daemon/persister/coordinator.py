@@ -36,7 +36,7 @@ from flashckpt.checkpoint.root_records import (
 )
 from flashckpt.checkpoint.writer import PersistOptions, commit
 from flashckpt.core.intent import Intent, NodeMessage
-from flashckpt.core.lineage import Generation
+from flashckpt.core.lineage import Generation, is_rolled_back
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.machine.logs import log_context
 from flashckpt.daemon.persister import protocol as p
@@ -275,7 +275,11 @@ class PersistCoordinator:
     def _outcome(self, store: Store, identity: SnapshotId) -> Event:
         if store.head(f"{prefix_of(*identity)}/{MANIFEST}") is not None:
             return p.CommitFound()
-        return p.NothingFound() if abandoned_reason(store, *identity) is None else p.AbandonmentFound()
+        if abandoned_reason(store, *identity) is not None:
+            return p.AbandonmentFound()
+        # A node that sat out generations knows of none but the one that runs; that it was abandoned may be forgotten.
+        between = [] if identity.generation + 1 >= self._record.number else read_generations(store, identity.generation)
+        return p.RollbackFound() if is_rolled_back(identity, between) else p.NothingFound()
 
     def _write(self, action: Action, store: Store) -> Event:
         """Change something on the root."""

@@ -171,6 +171,7 @@ class Negotiation:
             self._intents_are_read = False  # an open intent is checked again: it may have to be given up
         if persist is not None:
             self.persist, self._tried = None, (persist.intent.identity, persist.attempts)
+            self._root_is_read = False  # a write that failed may be there, and others may commit it
             yield p.EndWrite(persist.intent.identity, Outcome.DEFERRED)
         yield from self._unpin()
 

@@ -135,12 +135,12 @@ class Persist:
         """Find out what has become of the snapshot, and commit it where that is this node's turn."""
         identity = self.intent.identity
         yield p.CheckFence()
-        if is_rolled_back(identity, [tick.generation]):
-            yield p.AbandonIntent(identity, ROLLED_BACK)
-            return Outcome.GIVEN_UP
+        is_over = is_rolled_back(identity, [tick.generation])
         self._see(tick.node)
-        found = yield p.ReadOutcome(identity)
-        if isinstance(found, p.AbandonmentFound):
+        found = p.RollbackFound() if is_over else (yield p.ReadOutcome(identity))
+        if isinstance(found, p.RollbackFound):
+            yield p.AbandonIntent(identity, ROLLED_BACK)
+        if isinstance(found, p.AbandonmentFound | p.RollbackFound):
             return Outcome.GIVEN_UP
         is_there = isinstance(found, p.CommitFound)
         patience_s = INTENT_PATIENCE_S if tick.generation.number == identity.generation else EARLIER_PATIENCE_S

@@ -206,8 +206,13 @@ class AbandonmentFound:
 
 
 @dataclass(frozen=True, slots=True)
+class RollbackFound:
+    """Neither, and a generation between its own and the one that runs here began before it."""
+
+
+@dataclass(frozen=True, slots=True)
 class NothingFound:
-    """Neither committed nor abandoned."""
+    """None of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,8 +240,8 @@ class CommitFailed:
 
 Event = (
     Tick | Paused | WriteFinished | WriteFailed | Done | RootRead | IntentsRead | ProposalsRead | IndexesRead
-    | LeaseRead | LeaseTaken | LeaseLost | Pinned | PinLost | CommitFound | AbandonmentFound | NothingFound
-    | Committed | CommitRuns | TombstoneFound | CommitFailed
+    | LeaseRead | LeaseTaken | LeaseLost | Pinned | PinLost | CommitFound | AbandonmentFound | RollbackFound
+    | NothingFound | Committed | CommitRuns | TombstoneFound | CommitFailed
 )  # fmt: skip
 STARTING = (Tick, Paused, WriteFinished, WriteFailed)
 """Events that answer nothing: each begins a turn."""
@@ -373,9 +378,9 @@ class ReadIndexes(Question):
 
 @dataclass(frozen=True, slots=True)
 class ReadOutcome(Question):
-    """Look whether a checkpoint was committed, and if not, whether its intent was abandoned."""
+    """Look whether a checkpoint was committed, and if not, whether it must not be any more."""
 
-    answers = (CommitFound, AbandonmentFound, NothingFound)
+    answers = (CommitFound, AbandonmentFound, RollbackFound, NothingFound)
     identity: SnapshotId
 
 

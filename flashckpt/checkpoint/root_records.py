@@ -258,9 +258,9 @@ def claimed_token(store: Store, number: int) -> str:
         return ""
 
 
-def read_generations(store: Store) -> list[Generation]:
-    """Return all claims of a root, lowest number first; a claim that cannot be read is an error (never skipped)."""
-    keys = [info.key for info in store.list(GENERATIONS) if info.key.rpartition("/")[2].isdigit()]
+def read_generations(store: Store, above: int = 0) -> list[Generation]:
+    """Return the claims of a root above a number, lowest first; one that cannot be read is an error (never skipped)."""
+    keys = [_claim_key(number) for number in _claimed(store) if number > above]
     return sorted(parallel(lambda key: _read_claim(store, key), keys), key=lambda claim: claim.number)
 
 

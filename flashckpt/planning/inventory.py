@@ -65,6 +65,7 @@ class Inventory:
         leave_out: The first and the last step whose samples are left out after the restore, since the job fails there
             again and again; (0, 0): none.
         restore_step: The step that the agent was asked to go back to, by all of them; -1: none.
+        has_claimed: A start on this node died where it claims its generation: only the root may know of that.
     """
 
     node: str
@@ -82,6 +83,7 @@ class Inventory:
     bad: tuple[int, int] = (0, 0)
     leave_out: tuple[int, int] = (0, 0)
     restore_step: int = -1
+    has_claimed: bool = False
 
     def pack(self) -> list[Any]:
         """Return it as msgpack types."""
@@ -100,6 +102,7 @@ class Inventory:
             self.bad,
             self.leave_out,
             self.restore_step,
+            self.has_claimed,
         ]
 
     @classmethod
@@ -125,6 +128,7 @@ class Inventory:
             bad=(far[1][0], far[1][1]),
             leave_out=(far[2][0], far[2][1]),
             restore_step=far[3],
+            has_claimed=far[4],
         )
 
 
@@ -175,8 +179,11 @@ def is_restart(inventories: Sequence[Inventory]) -> bool:
 def memory_is_current(inventories: Sequence[Inventory]) -> bool:
     """Tell whether a node took part in the generation before: then storage holds nothing newer than memory.
 
-    Not where nodes hold two generations of one number: which of them counts, a claim on the root tells.
+    Not where nodes hold two generations of one number: which of them counts, a claim on the root tells; nor where a start
+    may have left its claim there.
     """
+    if any(i.has_claimed for i in inventories):
+        return False
     return any(i.restart > 0 for i in inventories) and all(len(marks) == 1 for marks in marks_of(inventories).values())
 
 

@@ -260,17 +260,17 @@ class RestoreCoordinator:
     ) -> Generation:
         """Claim a generation and write the lineage. Collective."""
         world = self.tracked.world
+        assert self.directory is not None
         with self.phases("lineage"):
             can_claim = root is not None and not root.error
             where = self.request.root if can_claim else None
             while True:
                 try:
-                    record = gather.claim(found, parent, world=world, root=where, options=self.options)
+                    record = gather.claim(self.directory, found, parent, world=world, root=where, options=self.options)
                     break
                 except StoreError as error:  # on every rank
                     if not self.patience.again(may_pass=may_pass(error), why=str(error)):
                         raise
-            assert self.directory is not None
             ranks = local_world(inventories, world.rank)
             gather.begin(self.directory, record, rank=world.rank, ranks=ranks, own=own, found=found)
         return record

@@ -35,6 +35,8 @@ from flashckpt.shm.segment import Segment
 from flashckpt.shm.segment_file import boot_id
 from flashckpt.state.placement import World
 
+CLAIMS = "claims"
+"""File of a job directory from right before its generation is claimed on the root until its lineage is written here."""
 _log = guarded(logging.getLogger("flashckpt"))
 
 
@@ -68,6 +70,7 @@ def gather(
         bad=_bad_steps(),
         leave_out=_leave_out(),
         restore_step=env.FLASHCKPT_RESTORE_STEP,
+        has_claimed=(directory.path / CLAIMS).exists(),
     )
     found = [mine] if collectives.is_alone() else unpack_all(gathered(mine.pack(), ranks_key()))
     refuse_damage(found, directory.job)
@@ -270,11 +273,18 @@ class Patience:
 
 
 def claim(
-    found: Candidates, parent: SnapshotId | None, *, world: World, root: str | None, options: Mapping[str, Any]
+    directory: JobDirectory,
+    found: Candidates,
+    parent: SnapshotId | None,
+    *,
+    world: World,
+    root: str | None,
+    options: Mapping[str, Any],
 ) -> Generation:
     """Return the record of the generation that begins. Collective; only rank 0 talks to the root.
 
     Args:
+        directory: Of the job on this node.
         found: Says the number, 1 + the largest seen anywhere; a higher one is taken if it is claimed already.
         parent: What was restored; None on a fresh start, BEGINNING on one that was asked for.
         world: The ranks.
@@ -288,7 +298,7 @@ def claim(
     if world.rank == 0 and root is not None:
         try:
             wanted = Generation(number=number, token=token, parent=parent, world_size=world.size)
-            number, claimed = _claim_on_root(root, options, wanted), True
+            number, claimed = _claim_on_root(directory, root, options, wanted), True
         except (FlashckptError, OSError) as problem:
             error = _packed(problem) if parent in (None, BEGINNING) else None
             _log.warning("generation %d is claimed later by the daemon: %s", number, str(problem).splitlines()[0])
@@ -299,7 +309,9 @@ def claim(
     return Generation(number=number, token=token, parent=parent, world_size=world.size, claimed=claimed, line=line)
 
 
-def _claim_on_root(root: str, options: Mapping[str, Any], wanted: Generation) -> int:
+def _claim_on_root(directory: JobDirectory, root: str, options: Mapping[str, Any], wanted: Generation) -> int:
+    with contextlib.suppress(OSError):
+        (directory.path / CLAIMS).touch()
     with catalog.open_root(root, options) as store:
         while not root_records.claim_generation(store, wanted):
             wanted = replace(wanted, number=root_records.newest_generation(store) + 1)
@@ -334,6 +346,8 @@ def begin(
         if owner == rank or (owner not in ranks and ranks[0] == rank):
             _empty_abandoned(path, record, own if own is not None and own.path == path else None, found)
     crash_point("restore.after-lineage")
+    if ranks[0] == rank:
+        (directory.path / CLAIMS).unlink(missing_ok=True)
 
 
 def _empty_abandoned(path: Path, record: Generation, own: Segment | None, found: Candidates) -> None:

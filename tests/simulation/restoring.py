@@ -124,6 +124,7 @@ class Restore:
             node=f"{node.name}.{node.life}", slots=tuple(gather._slots(directory)), generation=lineage,
             restart=seams.under_agent(node.agent_folder, node.restart, lambda: gather._restarts(directory)), members=tuple(gather._members(directory)), host=node.name,
             committed=gather._committed(directory), damage=damage,
+            has_claimed=(directory.path / gather.CLAIMS).exists(),
         )  # fmt: skip
 
     def _ask(self, inventories: Sequence[Inventory]) -> RootSummary:
@@ -231,7 +232,7 @@ class Restore:
         wanted = Generation(number=found.next_generation, token=token, parent=parent, world_size=world)
         if root is not None and not root.error:
             try:
-                number = gather._claim_on_root(_ROOT, {}, wanted)
+                number = gather._claim_on_root(self.ranks[0].node.directory, _ROOT, {}, wanted)
                 wanted = replace(wanted, number=number, claimed=True)
             except (FlashckptError, OSError):
                 if parent is None:

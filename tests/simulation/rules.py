@@ -52,6 +52,7 @@ class Rules(Lineages):
         self._buried: set[SnapshotId] = set()  # by the product
         self._everywhere = NOTHING  # in the generation that runs, with replicas
         self._promised: SnapshotId | None = None  # the same, until a node or a persister is lost
+        self.renewed_s = defaultdict[str, list[float]](list)  # of each lease
         self._removed_s: dict[SnapshotId, float] = {}  # when a person removed it, or the storage lost some of it
         self.rotten: set[SnapshotId] = set()  # bits of it turned over in memory
         self._given_up = NOTHING  # the newest that was
@@ -202,10 +203,11 @@ class Rules(Lineages):
             waiting, self.job.on_claim = self.job.on_claim, []
             for work in waiting:
                 work(identity)
-        elif name.startswith("committer.") and kind == "put" and before is None:
+        elif name.startswith("committer.") and kind == "put":
             # renewed in a folder that was removed, or copied with it: looks alike
-            if parse_prefix(folder) not in self._removed_s and not self.job.is_operator:
+            if before is None and parse_prefix(folder) not in self._removed_s and not self.job.is_operator:
                 watches.lease_taken(self.job, key)
+            self.renewed_s[key].append(CLOCK.scheduler.now)
         elif folder == "intents" and kind == "put" and before is None:
             self._may_decide(name)
             begun = self.job.bucket.objects.get(key.removesuffix(".abandoned"))

@@ -38,7 +38,7 @@ class Root:
     indexes: dict[SnapshotId, set[int]] = field(default_factory=lambda: defaultdict(set))
     committed: set[SnapshotId] = field(default_factory=set)
     tombstones: set[SnapshotId] = field(default_factory=set)
-    claims: set[int] = field(default_factory=set)
+    claims: dict[int, Generation] = field(default_factory=dict)
     leases: dict[SnapshotId, list[tuple[str, int]]] = field(default_factory=lambda: defaultdict(list))
     decided: dict[SnapshotId, tuple[int, ...]] = field(default_factory=dict)
     carried: dict[int, NodeMessage] = field(
@@ -290,7 +290,9 @@ class Node:
             case p.ReadOutcome(identity):
                 if identity in root.committed | root.tombstones:
                     return p.CommitFound()
-                return p.AbandonmentFound() if identity in root.marks else p.NothingFound()
+                if identity in root.marks:
+                    return p.AbandonmentFound()
+                return p.RollbackFound() if is_rolled_back(identity, root.claims.values()) else p.NothingFound()
             case p.ReadCommitLease(identity):
                 held = root.leases[identity]
                 holder, renewals = held[-1] if held else ("", 0)
@@ -306,7 +308,7 @@ class Node:
             case p.CheckFence():
                 if max(root.claims, default=0) > self.generation.number:
                     raise FencedError
-                root.claims.add(self.generation.number)
+                root.claims[self.generation.number] = self.generation
             case p.PublishProposal(generation, proposal):
                 root.proposals[generation, min(proposal.ranks)] = proposal
                 self._did(f"propose {_proposal(proposal)}")

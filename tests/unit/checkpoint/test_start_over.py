@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.engine import agent_dir
+from support.memory import killed_at
 from support.one_rank import agent_of_the_test, crash, opened_as  # noqa: F401 -- fixtures
 from support.ranks import run_ranks, values
 
@@ -115,6 +116,20 @@ def test_a_node_without_which_the_job_ran_meanwhile_asks_the_root_once(
     assert trained(tmp_path / "r", job="here") == 2, "it took part in all rounds, as far as it knows"
     note_missed(Path(os.environ["FLASHCKPT_AGENT_DIR"]))
     assert trained(tmp_path / "r", 4, job="here", fresh=True) == 3, "no start of a job: nothing begins anew"
+    shutil.rmtree(tmp_path / "r")
+    assert trained(tmp_path / "r", job="here") == 4, "its memory is current again"
+
+
+def test_a_start_that_died_behind_its_claim_is_known_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory says nothing of it: it would take the same number, what was rolled back, and never persist again."""
+    agent_dir()
+    assert trained(tmp_path / "r", 1, 2, 3, job="here") == 0
+    monkeypatch.setenv("FLASHCKPT_RESTART", "1")
+    killed_at("generation.after-claim", lambda: trained(tmp_path / "r", job="here", step=2))
+    assert trained(tmp_path / "r", 3, 4, job="here") == 2
+    persisted("here", 4)
     shutil.rmtree(tmp_path / "r")
     assert trained(tmp_path / "r", job="here") == 4, "its memory is current again"
 
