@@ -22,6 +22,7 @@ from flashckpt.errors import ConfigError, SharedMemoryError
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from support.nodes import Nodes, nodes
+from typing_extensions import Self
 
 __all__ = ["LogTimes", "Nodes", "marks", "nodes", "places", "rates", "require_machine", "require_room"]
 
@@ -107,7 +108,7 @@ class LogTimes:
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._follow)
 
-    def __enter__(self) -> LogTimes:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
