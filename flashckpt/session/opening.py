@@ -22,6 +22,7 @@ from flashckpt.accelerator import index_of
 from flashckpt.core.lineage import BEGINNING
 from flashckpt.core.settings import Settings
 from flashckpt.environment import env
+from flashckpt.faults import crash_point
 from flashckpt.native import IMPLEMENTATIONS, implementation
 from flashckpt.planning.inventory import Inventory, local_world
 from flashckpt.planning.odd_node import odd_node
@@ -171,6 +172,7 @@ class Opening:
             self.partnering, replica_bytes = partnering, partnering.missing_bytes
             if env.LOCAL_RANK == 0 and (agent := agent_folder()) is not None:
                 write_opening(agent, directory.path)  # partners are told where its persister listens: it takes a while
+                crash_point("opening.after-named")
         slots = block.slots_for(
             missing, min(inventories[r].free_bytes for r in mates), wanted, replica_bytes=replica_bytes
         )
