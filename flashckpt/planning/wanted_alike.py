@@ -94,7 +94,7 @@ def shared_jobs(pieces: Pieces, numbers: Ints, sets: Sequence[Members], objects:
     return found
 
 
-class Pace:
+class SendingPace:
     """Whether sending on is worth it, from what the readers of one set report: the same on all its members.
 
     To send a byte on must take less time than reading what every member would read more of without it.
@@ -109,7 +109,7 @@ class Pace:
         self._reports[reader] = report
 
     def is_worth_it(self) -> bool:
-        """Whether to go on; True as long as too little is known."""
+        """Whether to continue; True as long as too little is known."""
         read_ns, read, away_ns, away = map(sum, zip(*self._reports.values(), strict=True)) if self._reports else [0] * 4
         if not read or not away:
             return True

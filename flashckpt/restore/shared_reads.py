@@ -27,7 +27,7 @@ from flashckpt.faults import crash_point
 from flashckpt.planning.peer_index import owner_of
 from flashckpt.planning.pieces import Job, cut_pieces, merge_pieces
 from flashckpt.planning.read_plan import ReadPlan
-from flashckpt.planning.wanted_alike import Ints, Keys, Members, Pace, Shared, keys_of, members_of, shared_jobs
+from flashckpt.planning.wanted_alike import Ints, Keys, Members, SendingPace, Shared, keys_of, members_of, shared_jobs
 from flashckpt.restore.executor import thread_count
 from flashckpt.restore.sources import SentOn, StorageSource
 
@@ -50,7 +50,7 @@ class SharedReads:
         self._group, self._rank, self._source = group, rank, source
         self._left, self._own = deque(shared), own
         self._far, self._came = {one.job for one in shared}, set[Job]()
-        self._paces: dict[Members, Pace] = {}
+        self._paces: dict[Members, SendingPace] = {}
         self._counts: defaultdict[Members, int] = defaultdict(int)
         self._away_ns = self._away_bytes = 0
         self._reader = _Reader(source, [one for one in shared if one.members[0] == rank])
@@ -133,7 +133,7 @@ class SharedReads:
     def _is_worth_it(self, members: Members) -> bool:
         ranks = tuple(sorted(members))
         self._counts[ranks] += 1
-        pace = self._paces.setdefault(ranks, Pace(len(ranks)))
+        pace = self._paces.setdefault(ranks, SendingPace(len(ranks)))
         return self._counts[ranks] <= TRIED or pace.is_worth_it()
 
     def _pass_on(self, one: Shared) -> list[Callable[[], object]]:

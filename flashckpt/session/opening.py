@@ -171,7 +171,7 @@ class Opening:
             partnering: ReplicaPlan = agree(self.settings, inventories, layout.reserved, self.directory)
             self.partnering, replica_bytes = partnering, partnering.missing_bytes
             if env.LOCAL_RANK == 0 and (agent := agent_folder()) is not None:
-                write_opening(agent, directory.path)  # partners are told where its persister listens: it takes a while
+                write_opening(agent, directory.path)  # partners wait for the address of its persister
                 crash_point("opening.after-named")
         slots = block.slots_for(
             missing, min(inventories[r].free_bytes for r in mates), wanted, replica_bytes=replica_bytes

@@ -12,7 +12,7 @@ from support.engine import agent_dir
 from support.ranks import run_ranks, values
 from support.spread import lose, train_spread
 
-from flashckpt.planning.wanted_alike import Pace, members_of
+from flashckpt.planning.wanted_alike import SendingPace, members_of
 
 pytestmark = pytest.mark.timeout(600)
 BUSY_S = 200
@@ -50,7 +50,7 @@ def counted(
         pieces.JOB_BYTES = shared_reads.LEAST_BYTES = 1 << 20
         shared_reads.TRIED = 2
         if verdict:
-            Pace.is_worth_it = lambda self: verdict == "worth it"  # type: ignore[method-assign]  # of this process alone
+            SendingPace.is_worth_it = lambda self: verdict == "worth it"  # type: ignore[method-assign]  # of this process alone
         whole = PosixStore.get_range
 
         def get_range(self: Any, key: str, start: int, out: memoryview) -> None:
@@ -175,7 +175,7 @@ def test_rank_killed_while_it_sends_on_or_receives_leaves_the_checkpoint_to_the_
 
 
 def test_pace_compares_what_a_byte_costs_sent_on_and_read_by_all() -> None:
-    pace = Pace(2)
+    pace = SendingPace(2)
     assert pace.is_worth_it(), "nothing is known"
     pace.hear(0, [1000, 1000, 0, 0])
     assert pace.is_worth_it(), "nothing was sent"
@@ -183,7 +183,7 @@ def test_pace_compares_what_a_byte_costs_sent_on_and_read_by_all() -> None:
     assert pace.is_worth_it(), "0.4 to receive a byte, 0.5 to read half a byte more"
     pace.hear(1, [1000, 1000, 600, 1000])
     assert not pace.is_worth_it()
-    of_many = Pace(8)
+    of_many = SendingPace(8)
     of_many.hear(0, [1000, 1000, 600, 1000])
     assert of_many.is_worth_it(), "without it each reads seven eighths more"
 
