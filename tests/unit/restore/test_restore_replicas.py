@@ -54,19 +54,19 @@ def test_node_replaced_its_state_comes_from_its_partner_with_its_generators_and_
 
 def named(rank: int, root: str) -> None:
     options = {"replicate": 1, "persist_every": 100000, "slots": 4}
-    train_spread(rank, "fsdp", root, [0, 2], 2, options, crash="opening.after-named:1:rank1")
+    train_spread(rank, "fsdp", root, [2, 1], 2, options, crash="opening.after-named:1:rank0")
 
 
 def test_new_node_whose_rank_is_killed_once_its_agent_knows_of_the_job_begins_again(tmp_path: Path) -> None:
     before = trained(tmp_path, [0, 1], 2, replicated=True)
-    lose(1)
+    lose(0)
     agent_dir()
     results = run_ranks(named, 2, str(tmp_path), timeout_s=30)
-    assert results[1].signal == 9, results[1]
+    assert results[0].signal == 9, results[0]
     folder = Path(os.environ.pop("FLASHCKPT_AGENT_DIR"))
     assert read_job(folder) is None
     assert read_job(folder, "opening") is not None
-    after = trained(tmp_path, [0, 2], 2)
+    after = trained(tmp_path, [2, 1], 2)
     assert after[0]["whole"] == before[0]["states"]["2"]
     assert tier_sum(after, "storage") == 0
 
