@@ -29,7 +29,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from node_machine import Nodes, marks, nodes, places, rates, require_machine, require_room
+from node_machine import LogTimes, Nodes, marks, nodes, places, rates, require_machine, require_room
 from processes import clean_up_on_sigterm
 
 from flashckpt.bench.host import evict
@@ -115,7 +115,7 @@ def start(them: Nodes, node: int, arm: Arm, args: argparse.Namespace, nbytes: in
 
 def one_loss(arm: Arm, args: argparse.Namespace, nbytes: int, kill_step: int) -> dict[str, Any]:
     """Train on three nodes, lose one after `kill_step`, and train on three nodes again."""
-    with places(args.dir) as folder, nodes(folder, NODES + 1) as them:
+    with places(args.dir) as folder, nodes(folder, NODES + 1) as them, LogTimes(folder) as logs:
         for node in range(NODES):
             start(them, node, arm, args, nbytes)
         hosts = {f"{them.prefix}{node}" for node in range(NODES)}
@@ -137,7 +137,24 @@ def one_loss(arm: Arm, args: argparse.Namespace, nbytes: int, kill_step: int) ->
         hosts = (hosts - {f"{them.prefix}{LOST}"}) | {f"{them.prefix}{NODES}"}
         them.until(lambda: trained_again(folder, killed) == hosts, "the next step on three nodes", args.deadline_s)
         killing.join()
-        return judged(folder, killed, f"{them.prefix}{LOST}")
+        return judged(folder, killed, f"{them.prefix}{LOST}") | {"timeline": timeline(folder, killed, logs)}
+
+
+def timeline(folder: Path, killed: float, logs: LogTimes) -> list[tuple[float, str, str]]:
+    """Return what agents said and ranks did after the loss, in the order of time: (seconds since it, node, what)."""
+    found = [(at, node, line[:160]) for at, node, line in logs.lines if at > killed and line.startswith("[dlrun]")]
+    for one in events(folder, "restored", since=killed):
+        node = "node" + one["host"].rpartition("n")[2]
+        parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in one["seconds"].items() if seconds >= 0.01)
+        names = {"began": "forked", "entered": "script runs", "joined": "group is there", "built": "model is built"}
+        found += [(one[name], node, what) for name, what in names.items()]
+        found.append((one["t"], node, f"restored ({parts})"))
+    found += [(one["t"], "node" + one["host"].rpartition("n")[2], "first step") for one in first_steps(folder, killed)]
+    return [(round(at - killed, 2), node, what) for at, node, what in sorted(found)]
+
+
+def first_steps(folder: Path, killed: float) -> list[dict[str, Any]]:
+    return [{**found["step"], "host": host} for host in marks(folder) if (found := last_start(folder, host, killed))]
 
 
 def reached(folder: Path, step: int) -> set[str]:
@@ -205,6 +222,8 @@ def measure(args: argparse.Namespace, gigabytes: float) -> dict[str, Any]:
                 f" {row['steps_lost']} steps lost, load average {load:.1f}",
                 flush=True,
             )
+            if args.timeline:
+                print("\n".join(f"{at:8.2f} s  {node}  {what}" for at, node, what in row["timeline"]), flush=True)
     with places(args.dir) as folder:
         beside = rates(folder, nbytes)
     return {"rows": rows, "failed": failed, "summary": {k: summary(v) for k, v in rows.items() if v}, "rates": beside}
@@ -276,6 +295,7 @@ def parser() -> argparse.ArgumentParser:
     words.add_argument(
         "--spare", action="store_true", help="the fourth node waits from the start, and is not started at the loss"
     )
+    words.add_argument("--timeline", action="store_true", help="print what happened when, after each round")
     words.add_argument("--deadline-s", type=float, default=240.0, help="after which a round has failed")
     words.add_argument("--dir", help="folder for what stands for storage (default: the temporary folder)")
     words.add_argument("--json", type=Path)

@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,8 +22,9 @@ from flashckpt.errors import ConfigError, SharedMemoryError
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from support.nodes import Nodes, nodes
+from typing_extensions import Self
 
-__all__ = ["Nodes", "marks", "nodes", "places", "rates", "require_machine", "require_room"]
+__all__ = ["LogTimes", "Nodes", "marks", "nodes", "places", "rates", "require_machine", "require_room"]
 
 IMPORTS = 0.5e9
 """Bytes that a rank, its launcher and its persister take for what they import."""
@@ -95,6 +97,33 @@ def marks(folder: Path) -> dict[str, list[dict[str, Any]]]:
         lines = path.read_text().splitlines(keepends=True)
         found[path.name.removeprefix("marks-")] = [json.loads(line) for line in lines if line.endswith("\n")]
     return found
+
+
+class LogTimes:
+    """Notes when each line of the nodes' logs came, by the clock of the marks, as long as it is open."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._at = folder, dict[Path, int]()
+        self.lines: list[tuple[float, str, str]] = []
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._follow)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _follow(self) -> None:
+        while not self._is_over.wait(0.01):
+            for path in self._folder.glob("node*.log"):
+                with path.open(errors="replace") as file:
+                    file.seek(self._at.get(path, 0))
+                    found = file.read()
+                    self._at[path] = file.tell()
+                self.lines += [(time.monotonic(), path.stem, line) for line in found.splitlines() if line]
 
 
 def rates(folder: Path, nbytes: int) -> dict[str, float]:

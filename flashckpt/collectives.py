@@ -6,7 +6,7 @@ Object collectives would pickle. Without a process group every exchange is local
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgpack
@@ -126,6 +126,15 @@ def maximum(data: np.ndarray) -> bytes:
     return mine.cpu().numpy().tobytes()
 
 
+def total(value: int) -> int:
+    """Return the sum of every rank's value. A collective."""
+    if is_alone():
+        return value
+    found = torch.tensor([value], dtype=torch.int64, device=_device())
+    dist.all_reduce(found)
+    return int(found)
+
+
 def from_rank_0(value: Any) -> Any:
     """Return rank 0's value on every rank (msgpack types). A collective; other ranks' `value` is ignored."""
     if is_alone():
@@ -176,6 +185,16 @@ class HostGroup:
         for n in counts:
             ends.append(ends[-1] + n)
         return [whole[a:b] for a, b in itertools.pairwise(ends)]
+
+    def send(self, data: npt.NDArray[Any], to: int) -> Callable[[], object]:
+        """Begin to send bytes to a rank that receives as many; return what waits until they have left. The order is kept."""
+        work = dist.isend(torch.from_numpy(data.view(np.uint8)), to, group=self._own)
+        assert work is not None  # this rank is in the group
+        return work.wait
+
+    def receive(self, out: npt.NDArray[Any], rank: int) -> None:
+        """Fill `out` with what a rank sends to this one."""
+        dist.recv(torch.from_numpy(out.view(np.uint8)), rank, group=self._own)
 
     def close(self) -> None:
         """Leave; destroys the group that `__init__` created."""

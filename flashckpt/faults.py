@@ -38,11 +38,14 @@ CRASH_POINTS: dict[str, str] = {
     "segment.before-rename": "superblock written under the temporary name",
     "segment.after-rename": "the segment has its name, and the temporary one still",
     # the readers, that is restore
+    "opening.after-named": "the agent knows where its ranks are about to begin, and may have started a persister there; nothing restored",
     "restore.before-read": "restore point chosen, nothing read",
     "restore.during-read": "some ranges copied into live state",
     "restore.before-lineage": "state read, rolled-back slots not yet marked",
     "restore.after-lineage": "rolled-back slots marked",
     # the exchange with other nodes
+    "shared.before-send": "a range of a checkpoint was read or received, it has not been sent on",
+    "shared.after-batch": "some ranges were sent on, none of them is in live state",
     "peers.before-round": "another round of ranges is due, none of it requested yet",
     "peers.while-serving": "ranges were requested, none has left its slot",
     "peers.after-round": "ranges have arrived, none is in live state",

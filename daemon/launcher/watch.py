@@ -85,7 +85,7 @@ class JobWatch:
         """
         path = None
         try:
-            path = agent_folder.read_job(self.agent_dir)
+            path = agent_folder.read_job(self.agent_dir) or agent_folder.read_job(self.agent_dir, "opening")
             if path is None or (self.job is not None and self.job.path == path):
                 return self.job
             if self._live is not None and self._live.held_by_other(0):

@@ -81,6 +81,9 @@ IMPORT_TIME = (
 )
 """Prefixes of variables that are read when an interpreter or a library starts; a fork cannot apply them."""
 
+_SOON_S = 1.0
+"""Within it the first workers are asked for where nothing is waited for."""
+
 SHIELDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that the zygote ignores. A worker keeps them blocked (not lost) until it has its own handlers."""
 
@@ -157,6 +160,7 @@ def serve(sock: socket.socket, agent: int, *, is_brief: bool = False) -> dict[st
     if not is_brief:
         _import_all(later)
     _announce(sock, started, unfit())
+    _use_wait(sock, later)
     while True:
         request = messages.receive(sock)
         if request is None:
@@ -176,6 +180,12 @@ def serve(sock: socket.socket, agent: int, *, is_brief: bool = False) -> dict[st
         worker = _fork_asked(sock, agent, request["workers"])
         if worker is not None:
             return worker
+        _import_all(later, until=sock)
+
+
+def _use_wait(sock: socket.socket, later: deque[str]) -> None:
+    """Import what is left where the first workers are not asked for soon: the node waits for others, or as a spare."""
+    if later and not select.select([sock], [], [], _SOON_S)[0]:
         _import_all(later, until=sock)
 
 

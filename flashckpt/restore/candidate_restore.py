@@ -25,6 +25,7 @@ from flashckpt.restore.candidate_sources import (
     slots_served_by,
 )
 from flashckpt.restore.peers import PeerExchange, Peers
+from flashckpt.restore.shared_reads import SharedReads
 from flashckpt.restore.sources import Source, StorageSource
 from flashckpt.restore.votes import Ballot, CandidateState, Rejection, Vote, attempted, hold
 
@@ -138,7 +139,12 @@ def restore_candidate(
     assert isinstance(opened, CandidateSources)
     assert isinstance(begun, Prepared)
     prepared = _without_unexpected(attempt, begun, ballot)
-    filled, ballot = _fill_and_vote(attempt, prepared, exchange)
+    remote: PeerExchange | SharedReads | None = None
+    if exchange is not None:
+        remote = PeerExchange(exchange.peers, prepared.sources.all)
+    elif checkpoint is not None:
+        remote = SharedReads.join(prepared.plan, prepared.sources.all, attempt.rank, stack)
+    filled, ballot = _fill_and_vote(attempt, prepared, remote)
     if ballot.rejecting_rank is not None and len({location.node for location in attempt.locations}) > 1:
         attempt = attempt.read_again()
         exchange = _Exchange.join(attempt, segments, opened, stack)
@@ -198,10 +204,9 @@ def _vote_on_plan(attempt: Attempt, answer: Prepared | _Lacking | Rejection) -> 
 
 
 def _fill_and_vote(
-    attempt: Attempt, prepared: Prepared, exchange: _Exchange | None
+    attempt: Attempt, prepared: Prepared, remote: PeerExchange | SharedReads | None
 ) -> tuple[RestoreReport | Rejection, Ballot]:
     """Fill live state; return this rank's report and every rank's vote. Collective."""
-    remote = None if exchange is None else PeerExchange(exchange.peers, prepared.sources.all)
     filled = attempted(lambda: fill(attempt, prepared, remote))
     if remote is not None:
         remote.drain()
@@ -231,7 +236,8 @@ def _fill_again(
     ballot = _vote_on_plan(attempt, again)
     if ballot.rejecting_rank is not None or isinstance(again, Rejection):
         return again if isinstance(again, Rejection) else failed, ballot
-    return _fill_and_vote(attempt, replace(again, left_behind=left_behind), exchange)
+    prepared = replace(again, left_behind=left_behind)
+    return _fill_and_vote(attempt, prepared, PeerExchange(exchange.peers, prepared.sources.all))
 
 
 def _without_unexpected(attempt: Attempt, prepared: Prepared, ballot: Ballot) -> Prepared:

@@ -376,6 +376,11 @@ class SpreadSource(StorageSource):
         self._entries: list[IndexEntry] = []
         super().__init__(store, read_part(store, prefix, self._spread, []), prefix)
 
+    @property
+    def nbytes(self) -> int:
+        """See StorageSource."""
+        return int(self._spread.outline.nbytes)
+
     def bring(self, wanted: ShardTable | None) -> None:
         """See StorageSource; DamagedError, StoreError or RootError where an index cannot be read."""
         entries = list(self._spread.indexes) if wanted is None else self._spread.near(wanted)

@@ -14,9 +14,9 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -33,6 +33,7 @@ from flashckpt.planning.pieces import JOB_BYTES, Job, Pieces, cut_pieces, distin
 from flashckpt.planning.read_plan import ReadPlan, as_table, plan_gaps, plan_reads
 from flashckpt.report import guarded
 from flashckpt.restore.destinations import Destinations, Target, copy_bytes, scatter
+from flashckpt.restore.lanes import SAMPLE_JOBS, Lanes
 from flashckpt.restore.sources import Source, Spans, copy_verified
 from flashckpt.shm.segment_file import FreshMemory, address_of
 
@@ -128,11 +129,27 @@ class _Failure(NamedTuple):
     error: Exception
 
 
+_Map = Callable[[Callable[[Job], _Failure | None], list[Job]], Iterable[_Failure | None]]
+_NOTHING = as_table([])
+
+
 class RemoteFetcher(Protocol):
-    """Brings the bytes of jobs that lie with other ranks, a bounded amount at a time (restore/peers.py)."""
+    """Brings the bytes of jobs that come from other ranks, a bounded amount at a time (restore/peers.py, shared_reads.py)."""
+
+    def jobs(self, plan: ReadPlan) -> list[Job]:
+        """Return what a plan is made of."""
+        ...
 
     def is_far(self, job: Job) -> bool:
         """Whether the bytes of a job are still to be brought."""
+        ...
+
+    def is_again(self, job: Job) -> bool:
+        """Whether a job that failed is to be run once more as it is, now without what other ranks have sent."""
+        ...
+
+    def near(self, job: Job) -> int | None:
+        """Return the source that has the bytes of a far job as well; None where none has."""
         ...
 
     def exchange(self, jobs: Sequence[Job]) -> tuple[list[Job], list[Job]] | None:
@@ -197,7 +214,7 @@ def execute(
     started = time.perf_counter()
     counts = RestoreCounts()
     executor = _Executor(plan, destinations, sources, counts)
-    jobs = merge_pieces(cut_pieces(plan))
+    jobs = merge_pieces(cut_pieces(plan)) if remote is None else remote.jobs(plan)
     counts.plan_s = time.perf_counter() - started
     in_place = all(sources[source].in_place for source in distinct(plan.source))
     counts.threads = 1 if plan.needed_bytes < INLINE_BYTES else threads or thread_count(waits=not in_place)
@@ -235,6 +252,7 @@ class _Executor:
         self._plan, self._destinations, self._sources, self._counts = plan, destinations, sources, counts
         self._fresh = FreshMemory(destinations.addresses, destinations.nbytes)
         self._lock = threading.Lock()
+        self._lanes = Lanes()
 
     def run_all(self, jobs: list[Job], remote: RemoteFetcher | None) -> None:
         """Run jobs, and those that replace failed ones, until none is left on any rank."""
@@ -248,11 +266,56 @@ class _Executor:
                         away += [job for job in jobs if remote.is_far(job)]
                         jobs = [job for job in jobs if not remote.is_far(job)]
                     failures = [failure for failure in run(self._run, jobs) if failure is not None]
-                    jobs = [job for failure in failures for job in self._replacement(failure)]
+                    again = [one.job for one in failures if remote is not None and remote.is_again(one.job)]
+                    failures = [one for one in failures if one.job not in again]
+                    jobs = [*again, *(job for failure in failures for job in self._replacement(failure))]
                 # other ranks may still want something of this one: rounds end for all together
+                began = time.perf_counter()
                 if remote is None or (arrived := remote.exchange(away)) is None:
                     return
                 jobs, away = arrived
+                self._lanes.far.add(sum(map(_bytes_of, jobs)), time.perf_counter() - began)
+                jobs, away = self._by_the_faster(run, jobs, away, remote)
+
+    def _by_the_faster(
+        self, run: _Map, jobs: list[Job], away: list[Job], remote: RemoteFetcher
+    ) -> tuple[list[Job], list[Job]]:
+        """Return what is run now, and what still comes from other ranks: nothing, where storage has it and is faster."""
+        if not self._lanes.is_choice_due(sum(map(_bytes_of, away))):
+            return jobs, away
+        if not self._lanes.near.nbytes:
+            sample, away = away[-SAMPLE_JOBS:], away[:-SAMPLE_JOBS]
+            found = [job for one in sample for job in self._nearer(one, remote)]
+            if any(map(remote.is_far, found)):  # storage does not have it all
+                self._lanes.far.is_only = True
+                return jobs, [*away, *sample]
+            began = time.perf_counter()
+            failures = [failure for failure in run(self._run, found) if failure is not None]
+            jobs += [job for failure in failures for job in self._replacement(failure)]
+            self._lanes.near.add(0 if failures else sum(map(_bytes_of, found)), time.perf_counter() - began)
+        if not self._lanes.is_near_faster():
+            return jobs, away
+        return [*jobs, *(job for one in away for job in self._nearer(one, remote))], []
+
+    def _nearer(self, job: Job, remote: RemoteFetcher) -> list[Job]:
+        """Return jobs that bring the same from storage; the job itself where that does not have all of it."""
+        pieces, near = job.pieces, remote.near(job)
+        if near is None:
+            return [job]
+        gaps = [gap for piece in range(job.first, job.last) for gap in self._gaps(pieces, piece)]
+        tables = [table if source == near else _NOTHING for source, table in enumerate(self._plan.sources)]
+        plan = plan_gaps(self._plan.wanted, gaps, tables, without=pieces.without)
+        if plan.gaps:
+            return [job]
+        return merge_pieces(cut_pieces(replace(plan, sources=self._plan.sources), pieces.without))
+
+    def _gaps(self, pieces: Pieces, piece: int) -> list[Gap]:
+        """Return which boxes of a wanted shard a piece fills."""
+        target, start, stop = int(pieces.target[piece]), int(pieces.start[piece]), int(pieces.stop[piece])
+        held = self._plan.sources[int(pieces.source[piece])].shard(int(pieces.row[piece]))
+        size = ITEMSIZE[held.dtype]
+        found = Box(held.offsets, held.lengths).flat(start // size, -(-stop // size))
+        return [Gap(target, part) for one in found if (part := one.intersection(pieces.box(piece))) is not None]
 
     def _run(self, job: Job) -> _Failure | None:
         """Fetch, verify and copy one job; return what failed instead of raising, so that others continue."""
@@ -367,15 +430,11 @@ class _Executor:
     def _elsewhere(self, pieces: Pieces, piece: int, error: Exception) -> list[Job]:
         """Plan what one piece brings again, without the row that failed."""
         failed = SourceRow(int(pieces.source[piece]), int(pieces.row[piece]))
-        target, start, stop = int(pieces.target[piece]), int(pieces.start[piece]), int(pieces.stop[piece])
-        shard, held = self._plan.wanted.shard(target), self._plan.sources[failed.source].shard(failed.row)
-        size = ITEMSIZE[shard.dtype]
-        lost = Box(held.offsets, held.lengths).flat(start // size, -(-stop // size))
-        parts = [part for one in lost if (part := one.intersection(pieces.box(piece))) is not None]
+        start, stop = int(pieces.start[piece]), int(pieces.stop[piece])
         without = pieces.without | {failed}
-        plan = plan_gaps(self._plan.wanted, [Gap(target, part) for part in parts], self._plan.sources, without=without)
+        plan = plan_gaps(self._plan.wanted, self._gaps(pieces, piece), self._plan.sources, without=without)
         if plan.gaps:
-            raise _lost(error, shard) from error
+            raise _lost(error, self._plan.wanted.shard(int(pieces.target[piece]))) from error
         self._counts.fallback_bytes += int(plan.nbytes.sum())
         line = str(error).splitlines()[0]
         names = sorted({self._sources[source].name for source in plan.source.tolist()})
@@ -383,6 +442,11 @@ class _Executor:
         self._counts.damaged.append(message)
         _log.warning("%s", message)
         return merge_pieces(cut_pieces(plan, without))
+
+
+def _bytes_of(job: Job) -> int:
+    pieces, at = job.pieces, job.rows
+    return int((pieces.stop[at] - pieces.start[at]).sum())
 
 
 def _is_whole(pieces: Pieces, which: slice | np.ndarray) -> np.ndarray:

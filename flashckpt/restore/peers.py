@@ -23,7 +23,8 @@ from flashckpt.errors import DamagedError, FlashckptError
 from flashckpt.faults import crash_point
 from flashckpt.planning import peer_index
 from flashckpt.planning.peer_index import ANSWER, RECORD, PeerQuery
-from flashckpt.planning.pieces import JOB_BYTES, Job
+from flashckpt.planning.pieces import JOB_BYTES, Job, cut_pieces, merge_pieces
+from flashckpt.planning.read_plan import ReadPlan
 from flashckpt.planning.selection import SlotLocation
 from flashckpt.report import guarded
 from flashckpt.restore.destinations import Bytes
@@ -306,12 +307,25 @@ class PeerExchange:
     def __init__(self, peers: Peers, sources: Sequence[Source]) -> None:
         self._peers = peers
         self._sources: dict[int, PeerSource] = {k: s for k, s in enumerate(sources) if isinstance(s, PeerSource)}
+        self._storage = next((k for k, source in enumerate(sources) if source.tier == "storage"), None)
         self.is_over = False
+
+    def jobs(self, plan: ReadPlan) -> list[Job]:
+        """See RemoteFetcher."""
+        return merge_pieces(cut_pieces(plan))
 
     def is_far(self, job: Job) -> bool:
         """Whether the bytes of a job are still on another node."""
         source = self._sources.get(job.source)
         return source is not None and not source.has(job)
+
+    def is_again(self, job: Job) -> bool:  # noqa: ARG002 -- another source is read
+        """See RemoteFetcher."""
+        return False
+
+    def near(self, job: Job) -> int | None:  # noqa: ARG002 -- a checkpoint has all of it, or the plan says what it has not
+        """See RemoteFetcher."""
+        return self._storage
 
     def exchange(self, jobs: Sequence[Job]) -> tuple[list[Job], list[Job]] | None:
         """Go through one round; what arrived in the one before is given up. Collective.
@@ -324,9 +338,11 @@ class PeerExchange:
         now: list[Job] = []
         later: list[Job] = []
         nbytes = 0
+        # where there is a choice the first round is short: it shows how fast the others are
+        most = JOB_BYTES if self._storage is not None and not self._peers.round else ROUND_BYTES
         for job in jobs:
             size = sum(one.nbytes for one in self._of(job).ranges)
-            fits = not now or nbytes + size <= ROUND_BYTES
+            fits = not now or nbytes + size <= most
             (now if fits else later).append(job)
             nbytes += size if fits else 0
         replies = self._peers.transfer([self._of(job) for job in now])

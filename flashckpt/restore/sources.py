@@ -227,6 +227,29 @@ class MemorySource:
         )
 
 
+class SentOn:
+    """Ranges of objects that another rank has read, or this one for others; each is taken once, in place of a read."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[tuple[str, int], tuple[int, memoryview]] = {}
+
+    def add(self, name: str, start: int, block: memoryview) -> None:
+        """Have the bytes of an object from `start` on."""
+        self._blocks[name, start + len(block)] = start, block
+
+    def take(self, name: str, start: int, out: memoryview) -> bool:
+        """Fill `out` with the bytes from `start` on, where they are there; safe from any thread."""
+        first, block = self._blocks.get((name, start + len(out)), (0, None))
+        if block is None or start < first or self._blocks.pop((name, start + len(out)), None) is None:
+            return False
+        np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(block, np.uint8)[start - first :])
+        return True
+
+    def clear(self) -> None:
+        """Give all up."""
+        self._blocks.clear()
+
+
 class StorageSource:
     """A committed checkpoint, or one writer's packs of it, on storage.
 
@@ -244,7 +267,13 @@ class StorageSource:
         self.manifest = manifest
         self.meter = Meter()
         self.name = f"{prefix} (ranks {_ranks(manifest.writers)})"
+        self.sent = SentOn()
         self._scratch = threading.local()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, each once for every writer that wrote it."""
+        return int(self.manifest.table.nbytes.sum())
 
     def bring(self, wanted: ShardTable | None) -> None:
         """Know the rows that meet these boxes (None: all rows) before a plan is made: here all are known."""
@@ -284,12 +313,17 @@ class StorageSource:
     def close(self) -> None:
         """See Source: the store belongs to the caller."""
 
+    def read_range(self, name: str, start: int, out: memoryview) -> None:
+        """Fill `out` with bytes of an object from `start` on, which nothing is compared with yet; raises as `read`."""
+        t0 = time.perf_counter()
+        self._packs.get_range(f"{self._prefix}/{name}", start, out)
+        self.meter.add(len(out), time.perf_counter() - t0, 0.0)
+
     def _fetch(self, row: int, start: int, out: memoryview) -> None:
         table = self.manifest.table
-        key = f"{self._prefix}/{self.manifest.objects[int(table.object_id[row])]}"
-        t0 = time.perf_counter()
-        self._packs.get_range(key, int(table.byte_offset[row]) + start, out)
-        self.meter.add(len(out), time.perf_counter() - t0, 0.0)
+        name, place = self.manifest.objects[int(table.object_id[row])], int(table.byte_offset[row]) + start
+        if not self.sent.take(name, place, out):
+            self.read_range(name, place, out)
 
     def _buffer(self, nbytes: int) -> memoryview:
         """Return this thread's scratch, grown to `nbytes` (bounded by the size of a job in planning/pieces.py)."""

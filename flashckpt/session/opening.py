@@ -22,6 +22,7 @@ from flashckpt.accelerator import index_of
 from flashckpt.core.lineage import BEGINNING
 from flashckpt.core.settings import Settings
 from flashckpt.environment import env
+from flashckpt.faults import crash_point
 from flashckpt.native import IMPLEMENTATIONS, implementation
 from flashckpt.planning.inventory import Inventory, local_world
 from flashckpt.planning.odd_node import odd_node
@@ -32,7 +33,7 @@ from flashckpt.restore.coordinator import RestoreCoordinator, RestoreOutcome, Re
 from flashckpt.shm import block, gc
 from flashckpt.shm.ack_relay import AckRelay, RelayStore, RelayThread
 from flashckpt.shm.acks import SnapshotAcks
-from flashckpt.shm.agent_folder import agent_folder, ended_agent, note_bad_numbers, read_job, write_job
+from flashckpt.shm.agent_folder import agent_folder, ended_agent, note_bad_numbers, read_job, write_job, write_opening
 from flashckpt.shm.control import RESTORED_FROM, Control, ControlRow
 from flashckpt.shm.job_directory import JobConfig, JobDirectory
 from flashckpt.shm.lease import Lease
@@ -169,6 +170,9 @@ class Opening:
             agree = entry_points.load(entry_points.EXTRAS, "replicas").agree
             partnering: ReplicaPlan = agree(self.settings, inventories, layout.reserved, self.directory)
             self.partnering, replica_bytes = partnering, partnering.missing_bytes
+            if env.LOCAL_RANK == 0 and (agent := agent_folder()) is not None:
+                write_opening(agent, directory.path)  # partners wait for the address of its persister
+                crash_point("opening.after-named")
         slots = block.slots_for(
             missing, min(inventories[r].free_bytes for r in mates), wanted, replica_bytes=replica_bytes
         )
@@ -292,6 +296,7 @@ class NodePlace:
             _warn_of_another_job(agent, opened)
             write_job(agent, directory.path)
         if opened.partnering is not None:
+            directory.notify(world.rank)
             opened.partnering.meet(directory, opened.outcome)
         control = Control.open(directory.control_path, rows=len(mates))
         row = control.row(mates.index(world.rank))

@@ -57,14 +57,19 @@ def write_job(folder: Path, job: Path) -> None:
     (folder / "missed").unlink(missing_ok=True)
 
 
-def read_job(folder: Path) -> Path | None:
-    """Return the job directory that a rank recorded, or None.
+def write_opening(folder: Path, job: Path) -> None:
+    """Record where ranks are about to begin a job: its persister starts beside their restore. They do not know the job yet."""
+    _replace(folder / "opening", str(job))
+
+
+def read_job(folder: Path, name: str = "job") -> Path | None:
+    """Return the job directory that a rank recorded, or None; with "opening" that of `write_opening`.
 
     Raises:
         OSError: it cannot be read, though it may be there.
     """
     try:
-        text = (folder / "job").read_text(encoding="utf-8").strip()
+        text = (folder / name).read_text(encoding="utf-8").strip()
     except FileNotFoundError:
         return None
     return Path(text) if text else None

@@ -43,6 +43,7 @@ from flashckpt.daemon.machine.process import (
 )
 from flashckpt.daemon.zygote import server
 from flashckpt.errors import ConfigError
+from flashckpt.restore import gather
 from flashckpt.shm import agent_folder
 from flashckpt.shm.job_directory import JobDirectory
 
@@ -238,6 +239,25 @@ def test_memory_of_a_job_is_found_where_its_ranks_have_it(
     assert watch.job.path == job.path
     assert watch.unpersisted() is None
     assert not caplog.records
+    watch.request("ended")
+    job.let_go()
+    watch.close()
+
+
+def test_job_that_ranks_are_about_to_begin_has_a_persister_and_is_not_one_that_they_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = JobWatch()
+    job = JobDirectory.open("opened", create=True)
+    agent_folder.write_opening(watch.agent_dir, job.path)
+    watch.tick()
+    assert watch.job is not None
+    assert watch.job.path == job.path
+    monkeypatch.setenv("FLASHCKPT_AGENT_DIR", str(watch.agent_dir))
+    monkeypatch.setenv("FLASHCKPT_RESTART", "1")
+    assert not gather._restarts(job), "what memory holds need not be the newest"
+    agent_folder.write_job(watch.agent_dir, job.path)
+    assert gather._restarts(job) == 1
     watch.request("ended")
     job.let_go()
     watch.close()

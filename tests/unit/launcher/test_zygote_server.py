@@ -33,6 +33,7 @@ class _Ended(Exception):  # noqa: N818 -- dlrun is gone
         (True, ["workers", "workers"], ["first", "ready", "fork", "fork", "later", "later"]),
         (True, ["standby"], ["first", "ready", "later", "later", "standby"]),
         (True, ["unfit"], ["first", "ready", "refused"]),
+        (True, ["late", "workers"], ["first", "ready", "later", "later", "fork"]),  # of a spare
     ],
 )
 def test_the_first_workers_of_few_do_not_wait_for_modules_that_not_every_script_needs(
@@ -50,12 +51,20 @@ def test_the_first_workers_of_few_do_not_wait_for_modules_that_not_every_script_
         monkeypatch.setattr(server, "unfit", lambda: "a thread" if name == "unfit" else "")
         return {"workers" if name == "unfit" else name: [{}]}
 
-    there.send(b"r")
-    modules = deque(["a", "b"])
+    def preload(names: Any) -> None:
+        done.append("first" if names is server.FIRST_MODULES else "later")
+        if is_late and not modules:
+            there.send(b"r")
+
+    is_late, modules = "late" in asked, deque("ab")
+    if is_late:  # it is asked for workers once all is imported
+        asked = asked[1:]
+        monkeypatch.setattr(server, "_SOON_S", 0.0)
+    else:
+        there.send(b"r")
+    here.settimeout(0)
     monkeypatch.setattr(server, "later_modules", lambda: modules)
-    monkeypatch.setattr(
-        server, "preload", lambda names: done.append("first" if names is server.FIRST_MODULES else "later")
-    )
+    monkeypatch.setattr(server, "preload", preload)
     monkeypatch.setattr(server, "set_title", lambda *_: None)
     monkeypatch.setattr(server, "_keep_shared", lambda: None)
     monkeypatch.setattr(server, "unfit", lambda: "")
@@ -64,11 +73,9 @@ def test_the_first_workers_of_few_do_not_wait_for_modules_that_not_every_script_
     monkeypatch.setattr(server, "_forked", lambda *_: done.append("standby"))
     monkeypatch.setattr(messages, "receive", receive)
     monkeypatch.setattr(messages, "send", lambda *_: done.append("refused"))
-    with pytest.raises(_Ended):
+    with here, there, pytest.raises(_Ended):
         server.serve(here, 1, is_brief=is_brief)
     assert done == order
-    here.close()
-    there.close()
 
 
 def test_process_with_a_second_thread_is_not_fit_to_be_forked() -> None:

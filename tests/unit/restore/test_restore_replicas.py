@@ -12,7 +12,7 @@ from support.ranks import run_ranks, values
 from support.replicas import replicas_of
 from support.spread import lose, node_dir, train_spread
 
-from flashckpt.shm.agent_folder import derived, link_key
+from flashckpt.shm.agent_folder import derived, link_key, read_job
 from flashckpt.shm.job_directory import JobDirectory
 
 pytestmark = pytest.mark.timeout(600)
@@ -50,6 +50,25 @@ def test_node_replaced_its_state_comes_from_its_partner_with_its_generators_and_
     assert tier_sum(after, "storage") == 0
     assert all(one["report"]["reseeded"] == [] and one["report"]["same"] for one in after)
     assert all(set(one["report"]["tiers"]) == {"peer"} for one in after[2:])
+
+
+def named(rank: int, root: str) -> None:
+    options = {"replicate": 1, "persist_every": 100000, "slots": 4}
+    train_spread(rank, "fsdp", root, [2, 1], 2, options, crash="opening.after-named:1:rank0")
+
+
+def test_new_node_whose_rank_is_killed_once_its_agent_knows_of_the_job_begins_again(tmp_path: Path) -> None:
+    before = trained(tmp_path, [0, 1], 2, replicated=True)
+    lose(0)
+    agent_dir()
+    results = run_ranks(named, 2, str(tmp_path), timeout_s=30)
+    assert results[0].signal == 9, results[0]
+    folder = Path(os.environ.pop("FLASHCKPT_AGENT_DIR"))
+    assert read_job(folder) is None
+    assert read_job(folder, "opening") is not None
+    after = trained(tmp_path, [2, 1], 2)
+    assert after[0]["whole"] == before[0]["states"]["2"]
+    assert tier_sum(after, "storage") == 0
 
 
 def test_node_gone_the_rest_goes_on_with_its_replicas_in_their_own_memory(tmp_path: Path) -> None:
