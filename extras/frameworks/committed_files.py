@@ -263,7 +263,7 @@ class FileReader(io.RawIOBase):
 
     def __init__(self, store: Store, path: str, file: _File) -> None:
         self._store, self._path, self._parts = store, path, file["parts"]
-        self.nbytes = sum(nbytes for _, nbytes, _ in self._parts)
+        self.nbytes: int = sum(nbytes for _, nbytes, _ in self._parts)
         self._at = 0
         self._held: tuple[int, int, bytearray] = (-1, 0, bytearray())  # part, where it begins there, blocks
 
