@@ -117,6 +117,21 @@ def test_what_is_committed_does_not_change_and_nothing_takes_its_name(opened: Ca
     assert opened().read("step_1/model_0.pt").readall() == content(3000)
 
 
+def test_of_two_commits_at_once_one_is_there_and_a_folder_with_other_files_is_occupied(
+    opened: Callable[[], CommittedFiles], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = opened()
+    put(late, "late/model_0.pt", content(2000, 1))
+    put(late, "loose/other.pt", b"x")
+    with pytest.raises(FileExistsError):
+        late.commit("late", "loose")
+    monkeypatch.setattr(late, "exists", lambda path: False)  # it looked before the other one committed
+    save(opened(), 1)
+    with pytest.raises(FileExistsError):
+        late.commit("late", "step_1")
+    assert opened().read("step_1/model_0.pt").readall() == content(3000)
+
+
 def test_one_flipped_bit_is_found_wherever_it_is(tmp_path: Path) -> None:
     files = CommittedFiles(open_store(tmp_path / "root"))
     save(files, 1)
