@@ -90,6 +90,11 @@ CRASH_POINTS: dict[str, str] = {
     "save.during-pack": "part of a pack written",
     "save.before-index": "packs durable, index not written",
     "save.before-commit": "all indexes durable, MANIFEST not written",
+    # a folder of files that another library writes
+    "folder.after-part": "part of a file durable, the file not there",
+    "folder.before-commit": "all files durable under the temporary name, the folder not there",
+    "folder.after-commit": "the folder is there, files still have the temporary name too",
+    "folder.during-removal": "the folder is gone, its data still there",
     "mark.after-name": "a name given to another checkpoint, the one before has it still",
     # a copy of a checkpoint to another root
     "copy.during-pack": "part of a pack of the copy written",

@@ -16,6 +16,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
+from urllib.parse import unquote
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from flashckpt.storage.conditional import require_restartable, truncated
 from flashckpt.storage.direct_io import extents
 from flashckpt.storage.s3 import S3Store
 from flashckpt.storage.s3_address import GIVEN_CREDENTIALS, client_arguments
-from flashckpt.storage.s3_errors import STALE, no_credentials, request_error
+from flashckpt.storage.s3_errors import REFUSED, STALE, no_credentials, request_error
 from flashckpt.storage.s3_session import say_once, split_s3
 from flashckpt.storage.store import (
     PART_BYTES,
@@ -58,6 +59,8 @@ _OF_OTHER_PLACE = re.compile(
 """Answers to which botocore sends other requests: to the region of the bucket, or with a checksum."""
 _HEAD_REFUSED = re.compile(r"performing HEAD .*status code: 400", re.DOTALL)
 """One that has no body to say why: another region, or keys that have expired."""
+_NOT_ABORTED = re.compile(r"performing DELETE \S+[?&]uploadId=([^\s&]+)")
+"""The failure of the request that ends a failed upload: obstore lets it hide the one before it."""
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -133,6 +136,8 @@ class ObstoreStore(S3Store):
     def put_object(self, store: Any, key: str, parts: Iterable[memoryview], nbytes: int | None = None) -> None:
         """Upload a large object in parts of 16 MiB, four in flight; obstore aborts a failed upload."""
         parts = require_restartable(parts)
+        if self._unaborted:
+            self._call(key, self._abort_earlier)
 
         def send(obs: Any) -> None:
             views = (view for _, view in extents(parts, PART_BYTES))
@@ -302,6 +307,8 @@ class ObstoreStore(S3Store):
                 raise _OnlyByS3fsError(stays=stays) from error
             if any(code in str(error) for code in STALE):
                 self._obstore = None  # the next request asks for credentials again
+            if upload := _NOT_ABORTED.search(text):
+                self._unaborted.append({"Bucket": self.bucket, "Key": self._key(key), "UploadId": unquote(upload[1])})
             raise _translate(error, self.url, self.bucket, key) from error
 
 
@@ -351,7 +358,7 @@ def _translate(error: BaseException, url: str, bucket: str, key: str) -> Flashck
     if isinstance(error, FileNotFoundError) and not status:
         status = 404
     found = f"{code or type(error).__name__}: {text[:300]}" + (f" ({cause[0]})" if cause else "")
-    if re.search(r"performing DELETE \S+[?&]uploadId=", text):  # obstore lets this failure hide the one before it
+    if _NOT_ABORTED.search(text) and code not in REFUSED and status not in (401, 403):
         return StoreError(
             f"the upload of {key} to {url} failed, and the parts that had arrived could not be removed", found=found
         )

@@ -155,19 +155,24 @@ def _read_again(order: Any) -> Continuation:
     return ORDER_AGAIN if names.isdisjoint(_DRAWN) else RANDOM_ORDER
 
 
-def _leaves(node: Any) -> Iterator[Any]:
-    """Yield what the nodes of torchdata draw from: samplers and iterables, and nothing that other nodes wrap."""
-    waiting, seen = [node], set[int]()
+def _nodes(root: Any) -> Iterator[Any]:
+    """Yield the nodes of a pipeline of torchdata, each once."""
+    waiting, seen = [root], set[int]()
     while waiting:
         part = waiting.pop()
         if id(part) in seen:
             continue
         seen.add(id(part))
-        for name, value in vars(part).items():
+        yield part
+        for value in vars(part).values():
             inside = list(value.values()) if isinstance(value, dict) else [value]
             waiting += [one for one in inside if _is(one, "torchdata.nodes", "BaseNode")]
-            if name in ("sampler", "iterable"):
-                yield value
+
+
+def _leaves(root: Any) -> Iterator[Any]:
+    """Yield what the nodes of torchdata draw from: samplers and iterables, and nothing that other nodes wrap."""
+    for node in _nodes(root):
+        yield from (value for name, value in vars(node).items() if name in ("sampler", "iterable"))
 
 
 def is_of_its_ranks(thing: Any) -> bool:
@@ -175,14 +180,35 @@ def is_of_its_ranks(thing: Any) -> bool:
     return continuation_of(thing) not in (None, ELASTIC, ONE_FOR_ALL)
 
 
-def workers_of(loader: Any, state: Any) -> tuple[int, int] | None:
-    """Return the workers of torchdata's loader, and those that a state of it was taken with; None for any other source."""
-    if not (
-        _is(loader, "torchdata.stateful_dataloader", "StatefulDataLoader") and isinstance(state, Mapping) and state
-    ):
+def workers_of(loader: Any, state: Any) -> tuple[str, str] | None:
+    """Return the workers of a loader of torchdata, and those that a state of it needs; None for any other source."""
+    if not isinstance(state, Mapping) or not state:
         return None
-    taken_with = state.get("_snapshot", {}).get("_main_snapshot", {}).get("_num_workers", 0)
-    return loader.num_workers, taken_with
+    if _is(loader, "torchdata.nodes", "Loader"):  # with a worker the state of a mapper has another form than without
+        mappers = [one for one in _nodes(loader.root) if _is(one, "torchdata.nodes", "ParallelMapper")]
+        now = sorted(one.num_workers for one in mappers)
+        with_workers = sum(one > 0 for one in now)
+        needed = sum(_mappers_with_workers(state))
+        words = (
+            "0" if not needed else "1 or more" if needed == len(now) else f"1 or more in {needed} of {len(now)} mappers"
+        )
+        shown = ", ".join(map(str, now))
+        return (shown, shown if with_workers == needed else words)
+    if _is(loader, "torchdata.stateful_dataloader", "StatefulDataLoader"):
+        taken_with = state.get("_snapshot", {}).get("_main_snapshot", {}).get("_num_workers", 0)
+        return str(loader.num_workers), str(taken_with)
+    return None
+
+
+def _mappers_with_workers(state: Any) -> Iterator[bool]:
+    """Yield of each mapper in a state of a pipeline whether it had workers."""
+    waiting = [state]
+    for part in waiting:
+        waiting += part.values() if isinstance(part, Mapping) else part if isinstance(part, (list, tuple)) else ()
+        if isinstance(part, Mapping) and isinstance(inner := part.get("it_state"), Mapping):
+            yield "snapshot" in (
+                inner["source"] if "batch_idx" in inner else inner
+            )  # in batches: within what cuts these
 
 
 def begins_when_read(thing: Any) -> bool:

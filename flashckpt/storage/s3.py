@@ -254,6 +254,7 @@ class S3Store(S3Session):
             return bytes(await body.read())
 
     async def _upload(self, s3: Any, key: str, parts: Iterable[memoryview]) -> None:
+        await self._abort_earlier(s3)
         pieces = _pieces_of(parts)
         head = list(itertools.islice(pieces, 2))
         if len(head) < 2:
@@ -299,8 +300,15 @@ class S3Store(S3Session):
     async def _abort(self, s3: Any, upload: dict[str, Any]) -> None:
         try:
             await s3.abort_multipart_upload(**upload)
-        except Exception:  # noqa: BLE001 -- the first error is the one to report; the sweep aborts the upload later
+        except Exception as error:  # noqa: BLE001 -- the first error is the one to report
             _log.debug("could not abort the upload of %s", upload["Key"], exc_info=True)
+            if error_code(error) != "NoSuchUpload":
+                self._unaborted.append(upload)
+
+    async def _abort_earlier(self, s3: Any) -> None:
+        """Abort failed uploads that could not be aborted then: the keys had expired, or nobody answered."""
+        for _ in range(len(self._unaborted)):
+            await self._abort(s3, self._unaborted.popleft())
 
     async def _download(self, s3: Any, key: str, start: int, out: memoryview) -> None:
         gate = asyncio.Semaphore(PARTS_IN_FLIGHT)

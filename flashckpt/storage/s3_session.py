@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 import re
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -49,6 +50,7 @@ class S3Session(ProbedStore):
         self._retries = int(self._options.pop("retries", 8))
         self._timeout_s = float(self._options.pop("timeout_s", 60.0))
         self._tags = Tags()
+        self._unaborted: deque[dict[str, Any]] = deque(maxlen=64)  # failed uploads; what it forgets, the sweep finds
         self._has_batch_delete = True
         self._keeps_folders = False
         self._checksums = "when_required"

@@ -6,6 +6,7 @@ torchtitan_refusals.py FOLDER
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 from pathlib import Path
@@ -74,6 +75,7 @@ def settings(integration, folder):
             make(**{setting: value})
         assert f"cannot do what checkpoint.{setting} asks" in caught.value.problem, caught.value
         assert remedy in caught.value.remedy, caught.value
+    os.environ["TORCHTITAN_JOB_TEXTS"] = str(folder)  # which nothing here reads
     words = ["--module", "integration.frameworks.torchtitan_job", "--config", "flash"]
     given = ConfigManager().parse_args([*words, "--checkpoint.root", "s3://a/b", "--checkpoint.keep-latest-k", "4"])
     found = given.checkpoint

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from torch.utils.data import TensorDataset
+from torchdata.nodes import Batcher, IterableWrapper, Loader, ParallelMapper, Prefetcher
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from flashckpt.errors import SamplerStateError
@@ -74,3 +75,39 @@ def test_a_state_of_another_number_of_workers_is_refused(before: int, now: int) 
         refuse_other_workers("data", loader(now), state)
     assert (caught.value.found, caught.value.expected) == (f"num_workers={now}", f"num_workers={before}, as recorded")
     refuse_other_workers("data", object(), state)
+
+
+def pipeline(workers: int, **options: Any) -> Any:
+    """Two mappers: the second has no workers."""
+    first = ParallelMapper(IterableWrapper(range(16)), abs, workers, **options)
+    return Loader(Prefetcher(Batcher(ParallelMapper(first, int, 0), 2), 2))
+
+
+@pytest.mark.parametrize("options", [{}, {"prebatch": 2}])
+@pytest.mark.parametrize(("before", "now"), [(0, 0), (1, 1), (2, 1), (0, 1), (1, 0)])
+def test_a_pipeline_takes_no_state_that_its_library_could_not_read(
+    before: int, now: int, options: dict[str, int]
+) -> None:
+    """torchdata's own error for it is a KeyError of the first batch. The number of workers does not matter to it."""
+    recorded = pipeline(before, **options)
+    begun = iter(recorded)
+    next(begun)
+    state = recorded.state_dict()
+    following = next(begun)
+    live = pipeline(now, **options)
+    if (before > 0) == (now > 0):
+        refuse_other_workers("data", live, state)
+        live.load_state_dict(state)
+        assert next(iter(live)) == following
+        return
+    with pytest.raises(
+        SamplerStateError, match="'data', a Loader, has no position with another number of workers"
+    ) as caught:
+        refuse_other_workers("data", live, state)
+    assert caught.value.found == f"num_workers=0, {now}"
+    assert caught.value.expected == (
+        "num_workers=1 or more in 1 of 2 mappers, as recorded" if before else "num_workers=0, as recorded"
+    )
+    live.load_state_dict(state)
+    with pytest.raises(KeyError):
+        next(iter(live))

@@ -20,6 +20,7 @@ from flashckpt.errors import ConfigError, RootError
 from flashckpt.storage.factory import open_in_rank, open_store, place_of
 from flashckpt.storage.s3 import S3Store
 from flashckpt.storage.s3_address import address_of
+from flashckpt.storage.store import PART_BYTES
 from flashckpt.stores.obstore_store import CredentialChain, ObstoreStore
 
 CLIENTS = ("s3fs", "obstore")
@@ -237,6 +238,37 @@ def test_keys_that_were_replaced_in_their_file_are_read_again(
     assert store.get("a") == b"2"
     assert stub.asked[-1].key == "new"
     assert client == "s3fs" or getattr(store, "_obstore", None) is not None
+    store.close()
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_keys_that_expire_between_two_parts_are_named_and_the_upload_is_aborted_with_new_ones(
+    config: pytest.MonkeyPatch, stub: Stub, client: str, tmp_path: Path
+) -> None:
+    """With the old ones it cannot be: the server keeps the parts, and they are paid for."""
+    file = tmp_path / "credentials"
+    keys = "[default]\naws_access_key_id = {}\naws_secret_access_key = s\n"
+    file.write_text(keys.format("old"))
+    config.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    config.setenv("AWS_ENDPOINT_URL", stub.endpoint)
+
+    class Parts:
+        def __iter__(self) -> Iterator[memoryview]:
+            for number in range(8):
+                if number == 5:
+                    config.setattr(stub, "expired", {"old"})
+                yield memoryview(bytes([number]) * PART_BYTES)
+
+    store = open_store("s3://bucket/run", backend=client, retries=2, timeout_s=5)
+    with pytest.raises(RootError, match="credentials for s3://bucket/run were refused") as caught:
+        store.put_object("big", Parts())
+    assert "ExpiredToken" in caught.value.found
+    assert len(stub.uploads) == 1
+    file.write_text(keys.format("new"))
+    store.put_object("big", Parts())
+    assert list(stub.uploads) == []
+    assert [one.key for one in stub.asked if one.method == "DELETE"] == ["old", "new"]
+    assert len(stub.objects["run/big"][0]) == 8 * PART_BYTES
     store.close()
 
 
