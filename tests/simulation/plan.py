@@ -359,6 +359,7 @@ def draw(seed: int, kinds: Sequence[str] = (), **fixed: object) -> tuple[Setup, 
         values["persist_every"] = 40
     if Random(f"{seed} far").random() < 0.1:
         values["latency_s"] = 0.6
+    values["votes"] = Random(f"{seed} votes").random() < 0.75
     values |= fixed
     if nodes > 1 and Random(f"{seed} replicas").random() < 0.25:
         values |= {"replicate": 1 + seed // 2 % 2, "slots": 3 + seed % 2}
