@@ -16,7 +16,7 @@ class Mutant:
     after: str
 
 
-_R = "extras/replicas"
+_R, _V = "extras/replicas", "flashckpt/restore"
 _P, _C, _S, _L = "daemon/persister", "flashckpt/checkpoint", "flashckpt/shm", "flashckpt/planning"
 MUTANTS = [
     # slots
@@ -244,6 +244,34 @@ MUTANTS = [
            "self.settle(state.epoch * self.length + state.offset)", "self.settle(state.epoch * self.length)"),
     Mutant("replica: a node that is silent has reported", f"{_R}/replica_rounds.py",
            "any(report is None and node not in silent for node, report in enumerate(reports))", "False"),
+    # votes of ranks in a restore
+    Mutant("vote: the rejection of the first rank alone counts", f"{_V}/votes.py",
+           "enumerate(self.votes) if vote.state is CandidateState.REJECTED)",
+           "enumerate(self.votes[:1]) if vote.state is CandidateState.REJECTED)"),
+    Mutant("vote: who could not read says that it could", f"{_V}/candidate_restore.py",
+           "return filled, hold(Vote(id=id_, state=filled.state, reason=filled.reason), filled)",
+           "return filled, hold(Vote(id=id_, state=CandidateState.READY))"),
+    Mutant("vote: each rank asks the root for itself", f"{_V}/gather.py",
+           "return RootSummary.unpack(collectives.from_rank_0(view and view.pack()))",
+           "return view or catalog.read_root(request.root, options)"),
+    Mutant("vote: each rank waits for storage by its own clock", f"{_V}/gather.py",
+           "left_s = float(votes[0][1])", "left_s = until - time.monotonic()"),
+    Mutant("vote: storage is waited for by who saw it fail", f"{_V}/gather.py",
+           "if left_s <= 0 or not any(vote[0] for vote in votes):", "if left_s <= 0 or not may_pass:"),
+    Mutant("vote: nobody asks for what other nodes hold", f"{_V}/votes.py",
+           "return CandidateState.LACKING in states and CandidateState.REJECTED not in states", "return False"),
+    Mutant("vote: who failed leaves the exchange", f"{_V}/candidate_restore.py",
+           "    if remote is not None:\n        remote.drain()\n", ""),
+    Mutant("vote: what is damaged here is not asked for elsewhere", f"{_V}/candidate_restore.py",
+           "replace_own=isinstance(failed, Rejection)", "replace_own=False"),
+    Mutant("vote: storage that fails for a moment costs steps", f"{_V}/coordinator.py",
+           "if candidate.on_root and self.patience.again(", "if False and self.patience.again("),
+    Mutant("vote: each rank has its own token", f"{_V}/gather.py",
+           "number, token, claimed, error = collectives.from_rank_0(", "number, _, claimed, error = collectives.from_rank_0("),
+    Mutant("vote: a root that does not answer is an empty one", f"{_V}/coordinator.py",
+           "if search.root is not None and search.root.error and not search.found.found:", "if False:"),
+    Mutant("vote: memory of another generation of that number is read", f"{_V}/candidate_sources.py",
+           "header.identity == id_ and (not mark or header.mark in (0, mark)):", "header.identity == id_:"),
 ]  # fmt: skip
 
 
@@ -278,7 +306,11 @@ class Hunt:
 
 
 REPLICATED = {"nodes": 3, "per_node": 1, "slots": 4, "replicate": 2, "faults_s": 60.0}
+_RESTORES = {"votes": True}
 HUNTS = {
+    "vote: what is damaged": Hunt(("rot in a restore", "lose node"), REPLICATED | _RESTORES),
+    "vote: memory of another": Hunt(("others take over", "restart node", "cut from root"), _RESTORES),
+    "vote: ": Hunt(("die in a restore", "lose root in a restore", "lose node", "rot in a restore", "restart node"), _RESTORES),
     "suspect": Hunt(("poison", "kill rank", "lose node")),
     "rolled back: off": Hunt(("step back",), {"persist_every": 5, "step_s": 3.0}),
     "rolled back: earlier": Hunt(("restart node",), {"nodes": 1, "per_node": 1, "spares": 1, "persist_every": 200, "faults_s": 300.0}),

@@ -17,6 +17,7 @@ from simulation.clock import CLOCK
 from simulation.hazards import HAZARDS, kill_node
 from simulation.job import Job, Setup
 from simulation.machines import Node
+from simulation.start_hazards import START_HAZARDS
 
 
 @dataclass(frozen=True)
@@ -332,6 +333,7 @@ KINDS: dict[str, Callable[[Job, int, float], None]] = {
     "messages come twice": double_messages,
     "others take over": take_over,
     **HAZARDS,
+    **START_HAZARDS,
 }
 
 

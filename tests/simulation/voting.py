@@ -107,6 +107,7 @@ class _Watched(RestoreCoordinator):
 
     def _try(self, candidate: Candidate, inventories: Any, root: RootSummary | None, own: Any) -> Any:
         live: Any = self.tracked
+        live.start.moves_on(candidate)
         live.candidate = candidate
         answer = super()._try(candidate, inventories, root, own)
         if isinstance(answer, Rejected):
@@ -135,7 +136,8 @@ class Start:
         self._decided: tuple[Any, ...] | None = None
         self._record: Generation | None = None
         self._state: State | None = None
-        self._excused = False
+        self._excused, self._began_s = False, CLOCK.scheduler.now
+        self._failed: tuple[SnapshotId | None, bool] = None, False  # what was given up last, and whether for a moment
         self._begun: list[Restored] = []
         self._news = Event()
 
@@ -201,9 +203,7 @@ class Start:
         """Return of how many ranks a candidate is: live state knows its own shapes."""
         truth, state = self.job.rules.truth, self.job.rules.committed.get(candidate.identity)
         if state is None or candidate.mark not in (0, state.mark):
-            state = next(
-                one for one in truth if one.identity == candidate.identity and candidate.mark in (0, one.mark)
-            )
+            state = next(one for one in truth if one.identity == candidate.identity and candidate.mark in (0, one.mark))
         return truth[state][1]
 
     def rejected(self, candidate: Candidate, answer: Rejected) -> None:
@@ -220,10 +220,21 @@ class Start:
         if candidate.is_common and identity not in rules.rotten and own and not may_pass(answer.error):
             raise Violation("what memory calls whole is whole", f"{identity}: {answer.error}")
         self._excused = self._excused or candidate.is_whole
+        self._failed = identity, candidate.on_root and may_pass(answer.error)
+
+    def moves_on(self, candidate: Candidate | None) -> None:
+        """A rank tries the next candidate, or has all that it needs."""
+        (identity, is_for_now), waited_s = self._failed, CLOCK.scheduler.now - self._began_s
+        if is_for_now and waited_s < gather.PATIENCE_S and (candidate is None or candidate.identity != identity):
+            raise Violation("a moment's failure costs no steps", f"{identity} was given up after {waited_s:.0f} s")
 
     def decided(self, live: Live, parent: SnapshotId | None, inventories: Any, root: RootSummary | None) -> None:
         """A rank knows what it has restored."""
         rules = self.job.rules
+        if parent is None:
+            self.moves_on(None)
+            if root is None or root.error:
+                raise Violation("a fresh start asks the root", "" if root is None else root.error)
         chain = live.chain if parent is not None else ""
         decided = parent, chain, live.data if parent is not None else "", live.candidate.on_root
         if self._decided is not None:
@@ -231,15 +242,13 @@ class Start:
                 raise Violation("all ranks restore the same", f"rank {live.world.rank}: {decided}, not {self._decided}")
             return
         self._decided = decided
-        is_asked = root is not None and not root.error
         self._state = None if parent is None else State.of(parent, live.token)
-        is_unsure = live.candidate.is_suspect and root is not None and bool(root.error)
         best = self._best
-        if best is not None and rules.was_touched(best.identity):
-            self._excused = True
+        # without an answer of the root memory goes on, whatever others did meanwhile: it is fenced once the root is there
+        is_unsure = (root is not None and bool(root.error)) or (best is not None and rules.was_touched(best.identity))
         if not self._excused and not is_unsure:
-            records = [one.generation for one in inventories if one.generation]
-            rules.restored(self._state, chain, best=best, wanted=self.step, asked=is_asked, records=records)
+            records, asked = [one.generation for one in inventories if one.generation], root is not None
+            rules.restored(self._state, chain, best=best, wanted=self.step, asked=asked, records=records)
         rules.goes_on_in({str(rank.node.folder) for rank in self.ranks})
 
     def begins(self, record: Generation) -> None:
@@ -320,7 +329,7 @@ def install() -> None:
         "live_memory": SimpleNamespace(allocate=_allocated),
         "_is_same_layout": lambda *_: True,
     }  # fmt: skip
-    candidate.__dict__.update(here)
+    candidate.__dict__.update(here, read_state=lambda tracked, _: tracked)
     comparison = votes.NameComparison(foreign=frozenset(), count=3, find_own=frozenset)
     votes.__dict__.update(compare_names=lambda *_: comparison, ungrouped=lambda *_: [])
     coordinator.__dict__["read_state"] = lambda tracked, _: tracked
