@@ -269,7 +269,7 @@ MUTANTS = [
     Mutant("vote: each rank has its own token", f"{_V}/gather.py",
            "number, token, claimed, error = collectives.from_rank_0(", "number, _, claimed, error = collectives.from_rank_0("),
     Mutant("vote: a root that does not answer is an empty one", f"{_V}/coordinator.py",
-           "if search.root is not None and search.root.error and not search.found.found:", "if False:"),
+           "        if search.root is not None and search.root.error:\n", "        if False:\n"),
     Mutant("vote: memory of another generation of that number is read", f"{_V}/candidate_sources.py",
            "header.identity == id_ and (not mark or header.mark in (0, mark)):", "header.identity == id_:"),
 ]  # fmt: skip
@@ -309,6 +309,12 @@ REPLICATED = {"nodes": 3, "per_node": 1, "slots": 4, "replicate": 2, "faults_s":
 _RESTORES = {"votes": True}
 HUNTS = {
     "vote: what is damaged": Hunt(("rot in a restore", "lose node"), REPLICATED | _RESTORES),
+    "vote: who failed": Hunt(("rot in a restore", "lose node"), REPLICATED | _RESTORES),
+    "vote: who could not": Hunt(("rot in a restore", "memory rots", "kill rank"), _RESTORES),
+    "by its own clock": Hunt(("hang in a restore", "lose root in a restore", "storage is gone"), _RESTORES | {"nodes": 2}),
+    "by who saw it fail": Hunt(("lose root in a restore", "lose node"), _RESTORES | {"nodes": 2, "keep_last": 1}),
+    "fails for a moment": Hunt(("lose root in a restore", "lose all nodes"), _RESTORES),
+    "does not answer is an empty": Hunt(("lose root in a restore", "lose node", "storage is gone"), _RESTORES | {"nodes": 2}),
     "vote: memory of another": Hunt(("others take over", "restart node", "cut from root"), _RESTORES),
     "vote: ": Hunt(("die in a restore", "lose root in a restore", "lose node", "rot in a restore", "restart node"), _RESTORES),
     "suspect": Hunt(("poison", "kill rank", "lose node")),

@@ -154,4 +154,13 @@ SEEDS = [
          [Fault(10.424390808209871, "storage denies", 232, 0.8565062337487943),
           Fault(120.9215663801785, "kill rank at a point", 116, 0.3287520907442566),
           Fault(186.6778563204315, "operator deletes", 269, 0.10668756774657517)]),
+    # credentials were refused, and a node that joined lacked its part: a start began afresh beside what is on storage
+    Seed("a fresh start asks the root", 8,
+         Setup(nodes=2, slots=2, step_s=1.0, persist_every=2, copy_s=0.8, keep_last=1, votes=True, faults_s=150.0),
+         [Fault(13.166132874605175, "storage denies", 261, 0.5327679979630014),
+          Fault(32.164998070662584, "preemption", 187, 0.06444932863920605)]),
+    # storage was away for half a minute: a machine that the job had left long ago took at once what it still held
+    Seed("a moment's failure costs no steps", 150,
+         Setup(nodes=1, per_node=2, slots=2, step_s=1.0, persist_every=2, copy_s=0.8, latency_s=0.15, votes=True, faults_s=150.0),
+         [Fault(43.7, "restart node", 0, 0.9), Fault(120.0, "storage is gone", 491, 0.2), Fault(122.0, "restart node", 1, 0.98)]),
 ]  # fmt: skip

@@ -11,8 +11,8 @@ from simulation.job import Job
 from simulation.machines import Rank
 
 Fault = Callable[[Job, int, float], object]
-POINTS = 60
-"""Crash points, requests and messages of a restore, about."""
+ALONE, TOGETHER = 8, 30
+"""Crash points, requests and messages in the restore of one rank, and of several, about."""
 
 
 def _in_a_start(work: Callable[[Job, Rank, int, float], object] | None) -> Fault:
@@ -21,7 +21,7 @@ def _in_a_start(work: Callable[[Job, Rank, int, float], object] | None) -> Fault
     def begin(job: Job, target: int, value: float) -> None:
         def arm(ranks: list[Rank]) -> None:
             rank = ranks[target % len(ranks)]
-            rank.process.deadly_in = int(value * POINTS)
+            rank.process.deadly_in = int(value * (TOGETHER if len(ranks) > 1 else ALONE))
             rank.process.at_point = None if work is None else partial(work, job, rank, target, value * 7 % 1)
 
         job.on_start.append(arm)

@@ -245,6 +245,10 @@ class Start:
         self._state = None if parent is None else State.of(parent, live.token)
         best = self._best
         # without an answer of the root memory goes on, whatever others did meanwhile: it is fenced once the root is there
+        waited_s = CLOCK.scheduler.now - self._began_s
+        is_behind = best is not None and (parent is None or parent < best.identity)
+        if root is not None and root.may_pass and is_behind and waited_s < gather.PATIENCE_S and self.step is None:
+            raise Violation("a moment's failure costs no steps", f"{parent} after {waited_s:.0f} s, not {best}")
         is_unsure = (root is not None and bool(root.error)) or (best is not None and rules.was_touched(best.identity))
         if not self._excused and not is_unsure:
             records, asked = [one.generation for one in inventories if one.generation], root is not None
