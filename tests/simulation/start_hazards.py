@@ -11,7 +11,7 @@ from simulation.job import Job
 from simulation.machines import Rank
 
 Fault = Callable[[Job, int, float], object]
-ALONE, TOGETHER = 8, 30
+ALONE, TOGETHER = 20, 40
 """Crash points, requests and messages in the restore of one rank, and of several, about."""
 
 
@@ -25,7 +25,10 @@ def _in_a_start(work: Callable[[Job, Rank, int, float], object] | None) -> Fault
             rank.process.at_point = None if work is None else partial(work, job, rank, target, value * 7 % 1)
 
         job.on_start.append(arm)
-        if job.ranks:
+        if target % 3 == 0:  # the start is from storage
+            for node in job.nodes:
+                kill_node(job, node, loses=True, back_s=3 + 5 * value)
+        elif job.ranks:
             job.kill(job.ranks[0].process)
 
     return begin

@@ -7,6 +7,7 @@ many as the rank reads, and compares them with what was trained.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +28,7 @@ from flashckpt.restore.destinations import Destinations, Target
 from flashckpt.restore.program import Program
 from flashckpt.shm import agent_folder
 from flashckpt.shm.lease import Pin
+from flashckpt.shm.segment import Segment
 from flashckpt.state.placement import World
 from simulation import group, memory
 from simulation.clock import CLOCK
@@ -219,8 +221,28 @@ class Start:
         ]
         if candidate.is_common and identity not in rules.rotten and own and not may_pass(answer.error):
             raise Violation("what memory calls whole is whole", f"{identity}: {answer.error}")
+        if candidate.is_common and not may_pass(answer.error) and self._lies_whole(candidate):
+            raise Violation("what lies whole somewhere is restored", f"{identity}: {answer.error}")
         self._excused = self._excused or candidate.is_whole
         self._failed = identity, candidate.on_root and may_pass(answer.error)
+
+    def _lies_whole(self, candidate: Candidate) -> bool:
+        """Whether all of a candidate is in memory here without a damage, in whichever slots."""
+        state = State(candidate.identity, candidate.mark)
+        if state not in self.job.rules.truth:
+            return False
+        chain, world = self.job.rules.truth[state]
+        found = set[int]()
+        for directory in [rank.node.directory for rank in self.ranks]:
+            for path in (*directory.segments(), *directory.replica_segments()):
+                with contextlib.closing(Segment.attach(path)) as segment:
+                    for slot, header in enumerate(segment.headers()):
+                        if header.is_complete and State(header.identity, header.mark) == state:
+                            at, row = segment.spec.data_at(slot), bytes_of(chain, header.rank)
+                            raw: Any = memory.FILES.find(segment.path).buffer[at : at + header.data_bytes]  # type: ignore[arg-type]
+                            found |= {header.rank} if row[0] in raw else set()
+                            found |= {-1} if row[1] in raw else set()
+        return found == {-1, *range(world)}
 
     def moves_on(self, candidate: Candidate | None) -> None:
         """A rank tries the next candidate, or has all that it needs."""
