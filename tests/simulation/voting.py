@@ -181,7 +181,10 @@ class Start:
         if self._best is None:
             self._best = self.job.rules.best_for({str(one.node.folder) for one in self.ranks}, prefers_clean=True)
         segment = rank.open_memory(len(self.ranks))
-        outcome = ours.run(inventories, own=segment)
+        try:
+            outcome = ours.run(inventories, own=segment)
+        except AssertionError as error:
+            raise Violation("a restore says why it ends", f"rank {rank.rank}: {error!r}") from error
         if rank.local == 0:
             folder: Any = rank.node.agent_folder
             agent_folder.write_job(folder, directory.path)
