@@ -256,6 +256,10 @@ MUTANTS = [
     Mutant("vote: each rank asks the root for itself", f"{_V}/gather.py",
            "return RootSummary.unpack(collectives.from_rank_0(view and view.pack()))",
            "return view or catalog.read_root(request.root, options)"),
+    Mutant("vote: storage is waited for by who saw it fail", f"{_V}/gather.py",
+           "if left_s <= 0 or not any(vote[0] for vote in votes):", "if left_s <= 0 or not may_pass:"),
+    Mutant("vote: storage that fails for a moment costs steps", f"{_V}/coordinator.py",
+           "if candidate.on_root and self.patience.again(", "if False and self.patience.again("),
     Mutant("vote: nobody asks for what other nodes hold", f"{_V}/votes.py",
            "return CandidateState.LACKING in states and CandidateState.REJECTED not in states", "return False"),
     Mutant("vote: who failed leaves the exchange", f"{_V}/candidate_restore.py",
@@ -297,10 +301,12 @@ class Hunt:
     fixed: Mapping[str, object] = field(default_factory=dict)
 
 
-REPLICATED = {"nodes": 3, "per_node": 1, "slots": 4, "replicate": 2, "faults_s": 60.0}
-_RESTORES = {"votes": True}
+REPLICATED: dict[str, object] = {"nodes": 3, "per_node": 1, "slots": 4, "replicate": 2, "faults_s": 60.0}
+_RESTORES: dict[str, object] = {"votes": True}
 HUNTS = {
     "a lost claim": Hunt(("other job", "others take over", "cut from root", "restart node"), {"spares": 2}),
+    "by who saw it fail": Hunt(("lose root in a restore",), _RESTORES | {"nodes": 2, "keep_last": 1}),
+    "fails for a moment": Hunt(("lose root in a restore",), _RESTORES),
     "vote: who failed": Hunt(("rot in a restore", "lose node"), REPLICATED | _RESTORES),
     "vote: who could not": Hunt(("rot in a restore", "memory rots", "kill rank"), _RESTORES),
     "does not answer is an empty": Hunt(("lose root in a restore", "lose node", "storage is gone"), _RESTORES | {"nodes": 2}),

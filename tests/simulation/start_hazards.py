@@ -10,12 +10,12 @@ from simulation.hazards import HAZARDS, kill_node
 from simulation.job import Job
 from simulation.machines import Rank
 
-Fault = Callable[[Job, int, float], object]
+Fault = Callable[[Job, int, float], None]
 ALONE, TOGETHER = 20, 40
 """Crash points, requests and messages in the restore of one rank, and of several, about."""
 
 
-def _in_a_start(work: Callable[[Job, Rank, int, float], object] | None) -> Fault:
+def _in_a_start(work: Callable[[Job, Rank, int, float], None] | None) -> Fault:
     """Return a fault: one of the ranks does something where it has come so far in its restore; without it the rank dies there."""
 
     def begin(job: Job, target: int, value: float) -> None:

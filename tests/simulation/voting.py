@@ -338,7 +338,8 @@ def _mapped(pin: Any, **_: object) -> memoryview:
     if pin._view is None:
         at = pin.spec.data_at(pin.slot)
         pin._view = memoryview(memory.FILES.descriptors[pin._fd].buffer)[at : at + pin.nbytes].toreadonly()
-    return pin._view
+    view: memoryview = pin._view
+    return view
 
 
 def _allocated(required: _Required) -> Any:
@@ -362,7 +363,9 @@ def install() -> None:
     comparison = votes.NameComparison(foreign=frozenset(), count=3, find_own=frozenset)
     votes.__dict__.update(compare_names=lambda *_: comparison, ungrouped=lambda *_: [])
     coordinator.__dict__["read_state"] = lambda tracked, _: tracked
-    gather.__dict__.update(env=_Environment(gather.env), boot_id=_where, ranks_key=lambda: b"key", begin=_begin)
+    gather.__dict__.update(
+        env=_Environment(gather.__dict__["env"]), boot_id=_where, ranks_key=lambda: b"key", begin=_begin
+    )
     sources.__dict__["segment_file"] = SimpleNamespace(map_held=lambda *_: None)
     kind: Any = Pin
     kind.map = _mapped
