@@ -154,7 +154,7 @@ SEEDS = [
          [Fault(10.424390808209871, "storage denies", 232, 0.8565062337487943),
           Fault(120.9215663801785, "kill rank at a point", 116, 0.3287520907442566),
           Fault(186.6778563204315, "operator deletes", 269, 0.10668756774657517)]),
-    # credentials were refused, and a node that joined lacked its part: a start began afresh beside what is on storage
+    # credentials were refused, and a node that joined lacked its part: a start began from nothing beside what is on storage
     Seed("a fresh start asks the root", 8,
          Setup(nodes=2, slots=2, step_s=1.0, persist_every=2, copy_s=0.8, keep_last=1, votes=True, faults_s=150.0),
          [Fault(13.166132874605175, "storage denies", 261, 0.5327679979630014),
