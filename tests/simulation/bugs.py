@@ -134,6 +134,7 @@ MUTANTS = [
            "if not is_free and now_s - self.since_s < self.expires_s:", "if not is_free and now_s < self.since_s:"),
     Mutant("the lease of a dead node never expires", f"{_P}/persist.py",
            "if not is_free and now_s - self.since_s < self.expires_s:", "if not is_free:"),
+    Mutant("a lease on a commit is not its own holder's", f"{_P}/persist.py", "        if seen.is_own:", "        if False:"),
     Mutant("commit without all indexes", f"{_P}/persist.py",
            "        if not indexes.missing:\n            return True", "        return True"),
     Mutant("a commit is reported that was not made", f"{_P}/persist.py",
@@ -304,6 +305,7 @@ class Hunt:
 REPLICATED: dict[str, object] = {"nodes": 3, "per_node": 1, "slots": 4, "replicate": 2, "faults_s": 60.0}
 _RESTORES: dict[str, object] = {"votes": True}
 HUNTS = {
+    "its own holder": Hunt(("slow node", "storage is slow", "hang node"), {"nodes": 3}),
     "a lost claim": Hunt(("other job", "others take over", "cut from root", "restart node"), {"spares": 2}),
     "by who saw it fail": Hunt(("lose root in a restore",), _RESTORES | {"nodes": 2, "keep_last": 1}),
     "fails for a moment": Hunt(("lose root in a restore",), _RESTORES),

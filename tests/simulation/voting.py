@@ -151,6 +151,8 @@ class Start:
         for rank in self.ranks:
             starts[rank.process] = self, rank
         job.write_config(self.ranks)
+        # before anybody looks: replicas still arrive while ranks gather
+        self._best = job.rules.best_for({str(rank.node.folder) for rank in self.ranks}, prefers_clean=True)
         waiting, job.on_start = job.on_start, []
         for work in waiting:
             work(self.ranks)
@@ -178,8 +180,6 @@ class Start:
         directory = rank.node.directory
         ours = _Watched(tracked=live, directory=directory, options={}, request=request)
         inventories = ours.gather(0, 1 << 30)
-        if self._best is None:
-            self._best = self.job.rules.best_for({str(one.node.folder) for one in self.ranks}, prefers_clean=True)
         segment = rank.open_memory(len(self.ranks))
         try:
             outcome = ours.run(inventories, own=segment)
