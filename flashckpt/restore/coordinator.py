@@ -138,6 +138,8 @@ class RestoreCoordinator:
             root = None
             if self._is_explicit or not memory_is_current(inventories) or any(i.back for i in inventories):
                 root = self._ask_root()
+                while not self._is_explicit and root.error and self._again(root):  # others may have gone on since
+                    root = self._ask_root()
                 if not self._is_explicit:
                     _refuse_emptied_root(self.request, inventories, root)
             search = self._search(inventories, root, own)
@@ -286,8 +288,8 @@ class RestoreCoordinator:
         """Raise where something was to be restored and nothing was."""
         if search.error is not None:
             raise search.error
-        if search.root is not None and search.root.error and not search.found.found:
-            raise unreachable(self.request.root, search.root, "and memory holds none")
+        if search.root is not None and search.root.error:
+            raise unreachable(self.request.root, search.root, "and memory holds none that is whole")
         if explicit:
             step = self.request.step if self.request.step is not None else -1
             raise no_such_checkpoint(step, self.request.generation, search.found, self.request.root)

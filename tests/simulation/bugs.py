@@ -16,7 +16,7 @@ class Mutant:
     after: str
 
 
-_R = "extras/replicas"
+_R, _V = "extras/replicas", "flashckpt/restore"
 _P, _C, _S, _L = "daemon/persister", "flashckpt/checkpoint", "flashckpt/shm", "flashckpt/planning"
 MUTANTS = [
     # slots
@@ -134,6 +134,7 @@ MUTANTS = [
            "if not is_free and now_s - self.since_s < self.expires_s:", "if not is_free and now_s < self.since_s:"),
     Mutant("the lease of a dead node never expires", f"{_P}/persist.py",
            "if not is_free and now_s - self.since_s < self.expires_s:", "if not is_free:"),
+    Mutant("a lease on a commit is not its own holder's", f"{_P}/persist.py", "        if seen.is_own:", "        if False:"),
     Mutant("commit without all indexes", f"{_P}/persist.py",
            "        if not indexes.missing:\n            return True", "        return True"),
     Mutant("a commit is reported that was not made", f"{_P}/persist.py",
@@ -171,6 +172,8 @@ MUTANTS = [
            "    check_packs(store, prefix, (one for index in indexes for one in needed_bytes(index)), there.sizes)\n", ""),
     Mutant("a claim of somebody else is ours", f"{_C}/root_records.py",
            "return _read_claim(store, _claim_key(claim.number)).token == claim.token", "return True"),
+    Mutant("a lost claim is taken for won", f"{_C}/root_records.py",
+           "        won = owns_generation(store, claim)\n    if won:", "        won = True\n    if won:"),
     Mutant("a lost answer of a claim is a refusal", f"{_C}/root_records.py",
            "        won = owns_generation(store, claim)\n    if won:", "        won = False\n    if won:"),
     Mutant("the fence ignores newer generations", f"{_C}/root_records.py",
@@ -244,6 +247,28 @@ MUTANTS = [
            "self.settle(state.epoch * self.length + state.offset)", "self.settle(state.epoch * self.length)"),
     Mutant("replica: a node that is silent has reported", f"{_R}/replica_rounds.py",
            "any(report is None and node not in silent for node, report in enumerate(reports))", "False"),
+    # votes of ranks in a restore
+    Mutant("vote: the rejection of the first rank alone counts", f"{_V}/votes.py",
+           "enumerate(self.votes) if vote.state is CandidateState.REJECTED)",
+           "enumerate(self.votes[:1]) if vote.state is CandidateState.REJECTED)"),
+    Mutant("vote: who could not read says that it could", f"{_V}/candidate_restore.py",
+           "return filled, hold(Vote(id=id_, state=filled.state, reason=filled.reason), filled)",
+           "return filled, hold(Vote(id=id_, state=CandidateState.READY))"),
+    Mutant("vote: each rank asks the root for itself", f"{_V}/gather.py",
+           "return RootSummary.unpack(collectives.from_rank_0(view and view.pack()))",
+           "return view or catalog.read_root(request.root, options)"),
+    Mutant("vote: storage is waited for by who saw it fail", f"{_V}/gather.py",
+           "if left_s <= 0 or not any(vote[0] for vote in votes):", "if left_s <= 0 or not may_pass:"),
+    Mutant("vote: storage that fails for a moment costs steps", f"{_V}/coordinator.py",
+           "if candidate.on_root and self.patience.again(", "if False and self.patience.again("),
+    Mutant("vote: nobody asks for what other nodes hold", f"{_V}/votes.py",
+           "return CandidateState.LACKING in states and CandidateState.REJECTED not in states", "return False"),
+    Mutant("vote: who failed leaves the exchange", f"{_V}/candidate_restore.py",
+           "    if remote is not None:\n        remote.drain()\n", ""),
+    Mutant("vote: each rank has its own token", f"{_V}/gather.py",
+           "number, token, claimed, error = collectives.from_rank_0(", "number, _, claimed, error = collectives.from_rank_0("),
+    Mutant("vote: a root that does not answer is an empty one", f"{_V}/coordinator.py",
+           "        if search.root is not None and search.root.error:\n", "        if False:\n"),
 ]  # fmt: skip
 
 
@@ -277,8 +302,17 @@ class Hunt:
     fixed: Mapping[str, object] = field(default_factory=dict)
 
 
-REPLICATED = {"nodes": 3, "per_node": 1, "slots": 4, "replicate": 2, "faults_s": 60.0}
+REPLICATED: dict[str, object] = {"nodes": 3, "per_node": 1, "slots": 4, "replicate": 2, "faults_s": 60.0}
+_RESTORES: dict[str, object] = {"votes": True}
 HUNTS = {
+    "its own holder": Hunt(("slow node", "storage is slow", "hang node"), {"nodes": 3}),
+    "a lost claim": Hunt(("other job", "others take over", "cut from root", "restart node"), {"spares": 2}),
+    "by who saw it fail": Hunt(("lose root in a restore",), _RESTORES | {"nodes": 2, "keep_last": 1}),
+    "fails for a moment": Hunt(("lose root in a restore",), _RESTORES),
+    "vote: who failed": Hunt(("rot in a restore", "lose node"), REPLICATED | _RESTORES),
+    "vote: who could not": Hunt(("rot in a restore", "memory rots", "kill rank"), _RESTORES),
+    "does not answer is an empty": Hunt(("lose root in a restore", "lose node", "storage is gone"), _RESTORES | {"nodes": 2}),
+    "vote: ": Hunt(("die in a restore", "lose root in a restore", "lose node", "rot in a restore", "restart node"), _RESTORES),
     "suspect": Hunt(("poison", "kill rank", "lose node")),
     "rolled back: off": Hunt(("step back",), {"persist_every": 5, "step_s": 3.0}),
     "rolled back: earlier": Hunt(("restart node",), {"nodes": 1, "per_node": 1, "spares": 1, "persist_every": 200, "faults_s": 300.0}),

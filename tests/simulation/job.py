@@ -13,7 +13,7 @@ from typing import Any
 from flashckpt.core.lineage import BEGINNING
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.shm.job_directory import JobConfig
-from simulation import memory, replicas, seams
+from simulation import memory, replicas, seams, voting
 from simulation.agents import Agents
 from simulation.clock import CLOCK, Killed, Process, Scheduler
 from simulation.machines import Node, Rank
@@ -21,6 +21,7 @@ from simulation.restoring import Restore, RestoreFailed
 from simulation.rules import Rules
 from simulation.storage import Bucket, SimStore
 from simulation.threads import wakers
+from simulation.voting import Start
 from simulation.watches import Violation
 
 MOST_REQUESTS = 3000
@@ -42,6 +43,7 @@ class Setup:
         discards: Share of snapshots that a rank discards.
         keep_last, keep_every: Retention.
         latency_s: Half of what a request takes.
+        votes: Its ranks restore as the product does, each for itself; else the simulation decides for all of them at once.
         faults_s, quiet_s: How long faults happen, and how long none do once something was committed after them.
     """
 
@@ -58,6 +60,7 @@ class Setup:
     keep_last: int | None = 3
     keep_every: int | None = None
     latency_s: float = 0.02
+    votes: bool = False
     faults_s: float = 300.0
     quiet_s: float = 5.0
 
@@ -80,6 +83,7 @@ class Job:
         memory.reset()
         seams.forget()
         replicas.forget(self)
+        voting.forget()
         wakers.clear()
         self.random = Random(f"{seed} job")
         self.bucket = Bucket(Random(f"{seed} storage"), setup.latency_s)
@@ -108,6 +112,7 @@ class Job:
         self._asked: Counter[int] = Counter()
         self.committed_at: dict[SnapshotId, float] = {}
         self.on_claim: list[Callable[[SnapshotId], object]] = []  # what waits for the next claim of a deletion
+        self.on_start: list[Callable[[list[Rank]], object]] = []  # and for the next start
         self.on_commit: list[Callable[[], None]] = []  # what waits for the next one
         self.met: set[str] = set()  # kinds of faults until now
         self.failed_s: float | None = None  # since when no rank trains
@@ -286,13 +291,11 @@ class Job:
 
     def _restore(self, first: Process, ranks: list[Rank], number: int) -> None:
         wanted, self.ask_step = self.ask_step, None
+        start = Start(self, ranks, wanted) if self.setup.votes else Restore(self, ranks, wanted)
         try:
-            found = Restore(self, ranks, wanted).run()
+            found = start.run()
         except RestoreFailed as error:
-            self.say("ranks", f"could not begin: {error}")
-            self._may_pass = error.may_pass
-            self.note("failed starts")
-            CLOCK.scheduler.kill(first)
+            self.start_failed(first, error)
             return
         if number != self._number:
             raise Killed
@@ -304,7 +307,7 @@ class Job:
             self.failed_s = None
         restored = found.identity if found.source == "memory" else None
         superseded = found.identity if found.source == "storage" else None
-        for rank in ranks:
+        for rank in ranks if not found.has_begun else ():
             CLOCK.scheduler.call_as(
                 rank.process,
                 partial(rank.begin_life, record, found.chain, found.data, restored, superseded, self.setup.per_node),
@@ -312,6 +315,13 @@ class Job:
         if self.setup.replicate and len(self.firsts) > 1:
             replicas.write_session(self, ranks, record, restored, superseded)
         self.later(self.setup.step_s, lambda: self._train(ranks, number))
+
+    def start_failed(self, process: Process, error: RestoreFailed) -> None:
+        """A rank ends in its restore."""
+        self.say("ranks", f"could not begin: {error}")
+        self._may_pass = error.may_pass
+        self.note("failed starts")
+        CLOCK.scheduler.kill(process)
 
     def write_config(self, ranks: list[Rank]) -> None:
         """Tell the persister of each node about the job."""

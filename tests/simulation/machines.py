@@ -166,7 +166,8 @@ class Node:
         number = self.relay_wakes
 
         def turn() -> None:
-            if number == self.relay_wakes and process is self.relay_process and not self._turn_relay():
+            is_its = number == self.relay_wakes and process is self.relay_process and self.relay is not None
+            if is_its and not self._turn_relay():
                 self.wake_relay(min(2 * pause_s, 1.0))
 
         self.relay_rests = False

@@ -127,7 +127,7 @@ class SimPath:
         return str(self) < str(other)
 
     def stat(self) -> Any:
-        found = FILES.find(self)
+        found = SimFile(1) if str(self) in FILES.folders else FILES.find(self)
         return SimpleNamespace(
             st_ino=found.ino, st_mtime_ns=found.mtime_ns, st_size=len(found.buffer), st_dev=1,
             st_blocks=-(-len(found.buffer) // 512),
@@ -272,7 +272,7 @@ class FileOs:
     @staticmethod
     def fstat(fd: int) -> Any:
         found = FILES.descriptors[fd]
-        return SimpleNamespace(st_ino=found.ino, st_size=len(found.buffer), st_uid=real_os.getuid())
+        return SimpleNamespace(st_dev=1, st_ino=found.ino, st_size=len(found.buffer), st_uid=real_os.getuid())
 
     @staticmethod
     def dup(fd: int) -> int:

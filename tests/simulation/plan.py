@@ -17,6 +17,7 @@ from simulation.clock import CLOCK
 from simulation.hazards import HAZARDS, kill_node
 from simulation.job import Job, Setup
 from simulation.machines import Node
+from simulation.start_hazards import START_HAZARDS
 
 
 @dataclass(frozen=True)
@@ -332,6 +333,7 @@ KINDS: dict[str, Callable[[Job, int, float], None]] = {
     "messages come twice": double_messages,
     "others take over": take_over,
     **HAZARDS,
+    **START_HAZARDS,
 }
 
 
@@ -359,6 +361,7 @@ def draw(seed: int, kinds: Sequence[str] = (), **fixed: object) -> tuple[Setup, 
         values["persist_every"] = 40
     if Random(f"{seed} far").random() < 0.1:
         values["latency_s"] = 0.6
+    values["votes"] = Random(f"{seed} votes").random() < 0.75
     values |= fixed
     if nodes > 1 and Random(f"{seed} replicas").random() < 0.25:
         values |= {"replicate": 1 + seed // 2 % 2, "slots": 3 + seed % 2}

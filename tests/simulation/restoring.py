@@ -56,6 +56,7 @@ class Restored:
     source: str
     chain: str
     data: str
+    has_begun: bool = False  # each rank for itself
 
 
 class Restore:

@@ -182,4 +182,13 @@ SEEDS = [
           Fault(30.871619366657665, "storage forgets", 17, 0.6599083471530408),
           Fault(57.95472115192315, "storage forgets", 36, 0.126510494002245),
           Fault(81.78417956241312, "storage forgets", 9, 0.2582766988241678)]),
+    # credentials were refused, and a node that joined lacked its part: a start began from nothing beside what is on storage
+    Seed("a fresh start asks the root", 8,
+         Setup(nodes=2, slots=2, step_s=1.0, persist_every=2, copy_s=0.8, keep_last=1, votes=True, faults_s=150.0),
+         [Fault(13.166132874605175, "storage denies", 261, 0.5327679979630014),
+          Fault(32.164998070662584, "preemption", 187, 0.06444932863920605)]),
+    # storage was away for half a minute: a machine that the job had left long ago took at once what it still held
+    Seed("a moment's failure costs no steps", 150,
+         Setup(nodes=1, per_node=2, slots=2, step_s=1.0, persist_every=2, copy_s=0.8, latency_s=0.15, votes=True, faults_s=150.0),
+         [Fault(43.7, "restart node", 0, 0.9), Fault(120.0, "storage is gone", 491, 0.2), Fault(122.0, "restart node", 1, 0.98)]),
 ]  # fmt: skip
