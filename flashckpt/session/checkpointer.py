@@ -13,7 +13,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from flashckpt import accelerator, collectives
+from flashckpt import accelerator, collectives, entry_points
 from flashckpt.core.settings import Settings, tracking_settings
 from flashckpt.environment import env
 from flashckpt.errors import ConfigError
@@ -86,6 +86,8 @@ class Checkpointer:
     ) -> None:
         self._entered_ns = time.monotonic_ns()
         env.check("rank")
+        if not env.FLASHCKPT_AGENT_DIR:
+            entry_points.refuse_wrong_tasks()
         url = root_url(root)
         if is_process_local(url):
             raise ConfigError(
