@@ -83,8 +83,9 @@ def test_a_generator_of_the_scripts_own_is_named_with_the_state_that_its_kind_ha
 def test_where_nothing_was_another_one_the_report_says_so_and_where_else_to_look() -> None:
     """A run that ends otherwise for no reason that shows is not left without a line."""
     unbroken, restarted = trace(), again(model=lambda done: done if done < 3 else done + 1)
-    for leaves in [*unbroken.leaves.values(), *restarted.leaves.values()]:
-        leaves["gradients of model"] = Recorded("gradient", "model", "", "", "")
+    none = {"gradients of model": Recorded("gradient", "model", "", "", "")}
+    for run in (unbroken, restarted):
+        run.leaves = {at: {**leaves, **none} for at, leaves in run.leaves.items()}
     found = continued(unbroken, restarted)
     assert (found.verdict, found.first, [cause.name for cause in found.causes]) == (NOT_EXACT, 3, ["unseen"])
     assert "files" in found.causes[0].remedy
