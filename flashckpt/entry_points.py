@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from flashckpt.environment import env
 from flashckpt.errors import ConfigError
 
 STORES, COMMANDS, FORMATS, TRAINER, PERSISTER, HOOKS, PRELOAD, EXTRAS = (
@@ -99,6 +100,16 @@ def optional(name: str) -> Any:
     """Return what extras/ has for a place of the core; None where that room is not installed."""
     entry = find(EXTRAS, name)
     return None if entry is None else entry.load_if_installed()
+
+
+def refuse_wrong_tasks() -> None:
+    """Read what is to be made of checkpoints beside training as its own process will, behind the first commit and out of sight.
+
+    Raises:
+        ConfigError: A command does not take its words.
+    """
+    if (commands := env.FLASHCKPT_AFTER_COMMIT) and (read := optional("after-commit-tasks")):
+        read(commands)
 
 
 def others(group: str) -> Mapping[str, EntryPoint]:

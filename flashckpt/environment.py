@@ -33,6 +33,10 @@ T = TypeVar("T")
 D = TypeVar("D")
 
 
+class WrongPartError(ValueError):
+    """Words for a value that is wrong, which give no secret away."""
+
+
 class Variable(Generic[T]):
     """A row of the table; read as an attribute of `Environment`. Empty counts as unset.
 
@@ -73,13 +77,16 @@ class Variable(Generic[T]):
         """
         if not (text := environment.mapping.get(self.name, "")):
             return self.default
+        shown = f"{len(text)} characters" if self.is_secret else ascii(text)[:100]
         try:
             return self._read(text)
+        except WrongPartError as error:
+            shown += f"; {error}"
         except (LookupError, ValueError):
             pass
         raise ConfigError(
             f"invalid {self.name}",
-            found=f"{len(text)} characters" if self.is_secret else ascii(text)[:100],
+            found=shown,
             expected=self.expected,
             state="Nothing was started.",
             remedy=f"correct the environment variable {self.name}, or unset it",
@@ -150,10 +157,12 @@ def _after_commit(text: str) -> list[list[str]]:
             found.append([])
         else:
             found[-1].append(word)
-    for words in found:
-        is_by_step = "--every" in words and int(words[words.index("--every") + 1 :][0]) > 0
-        if is_by_step == ("--kept" in words) or not (words[0] in ("export", "cp") or words[:2] == ["hub", "export"]):
-            raise ValueError
+    for number, words in enumerate(found, 1):
+        if not words or not (words[0] in ("export", "cp") or words[:2] == ["hub", "export"]):
+            raise WrongPartError(f"command {number} is {ascii(' '.join(words[:1]))[:20]}")
+        steps = words[words.index("--every") + 1 :][:1] if "--every" in words else []
+        if (is_by_step := bool(steps and int(steps[0]) > 0)) == ("--kept" in words):
+            raise WrongPartError(f"command {number}, {words[0]}, has {'both' if is_by_step else 'neither'}")
     return found
 
 

@@ -20,6 +20,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flashckpt import entry_points
 from flashckpt.daemon.launcher.budget import ESCALATE, REFILL_STEPS, RESTARTS
 from flashckpt.daemon.launcher.options import CommandError
 from flashckpt.daemon.machine.process import hide_variable
@@ -165,6 +166,7 @@ def launched(args: argparse.Namespace, zygote: ZygoteClient | None = None) -> La
     from flashckpt.daemon.launcher.options import AgentOptions
     from flashckpt.daemon.zygote.client import ZygoteClient
 
+    entry_points.refuse_wrong_tasks()
     _refuse_negative(args)
     named = _fill_rendezvous(args)
     if args.replica_domain:

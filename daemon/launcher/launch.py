@@ -23,6 +23,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.launcher import api as launcher_api
 
+from flashckpt import entry_points
 from flashckpt.daemon.launcher.agent import DlrunAgent
 from flashckpt.daemon.launcher.elastic_compat import replaced
 from flashckpt.daemon.launcher.options import AgentOptions, LaunchOutcome, RendezvousLostError
@@ -124,6 +125,7 @@ class elastic_launch(launcher_api.elastic_launch):  # noqa: N801 -- torch's name
             ChildFailedError: Ranks failed and no restart was left.
             RestartBudgetError: The same error came at the same step twice.
         """
+        entry_points.refuse_wrong_tasks()
         config, entrypoint = self._config, self._entrypoint
         options = AgentOptions(
             endpoint=config.rdzv_endpoint,

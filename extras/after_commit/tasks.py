@@ -141,7 +141,7 @@ def _task(words: Sequence[str]) -> Task:
 def _wrong(words: Sequence[str], found: str) -> ConfigError:
     return ConfigError(
         f"invalid command {words[0]} in FLASHCKPT_AFTER_COMMIT", found=found,
-        state="Nothing is exported or copied; the job continues.", remedy="correct it, and start the job again",
+        state="Nothing is exported or copied.", remedy="correct it, and start the job again",
     )  # fmt: skip
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.table import Table
 
+from flashckpt.checkpoint.marks import NAME, names_of
 from flashckpt.cli.common import (
     Command,
     choose,
@@ -23,16 +25,16 @@ from flashckpt.cli.common import (
 from flashckpt.cli.progress import progress
 from flashckpt.console.copying import copy_checkpoint
 from flashckpt.dcp.direct_writer import refuse_running_job
-from flashckpt.errors import ConfigError
+from flashckpt.errors import ConfigError, RootError
 from flashckpt.storage.factory import is_process_local, open_store, root_url
 
-_STEP = re.compile(r"(?P<root>.+)@(?P<step>(step-)?[0-9]+(\.g[0-9]+)?)")
+_NUMBER = re.compile(r"(step-)?[0-9]+(\.g[0-9]+)?")
 
 
 @click.command(cls=Command)
-@click.argument("root", metavar="ROOT[@STEP]", type=click.Path())
+@click.argument("root", metavar="ROOT[@STEP|@NAME]", type=click.Path())
 @click.argument("target", metavar="ROOT2", type=click.Path())
-@click.option("--step", metavar="STEP[.gN]", help="Checkpoint, as @STEP.", shell_complete=complete_step)
+@click.option("--step", metavar="STEP[.gN]", help="Checkpoint, as @STEP or @NAME.", shell_complete=complete_step)
 @click.option("-o", "options", metavar="KEY=VALUE", multiple=True, help="Storage option of ROOT.")
 @click.option("-t", "target_options", metavar="KEY=VALUE", multiple=True, help="Storage option of ROOT2.")
 @json_option
@@ -55,8 +57,8 @@ def cp(
       flashckpt cp /checkpoints/run7@1200 s3://archive/run7
       flashckpt cp s3://bucket/run7 /backup/run7 -o endpoint_url=http://...
     """
-    if step is None and not Path(root).exists() and (found := _STEP.fullmatch(root)):
-        root, step = found["root"], found["step"]
+    if step is None:
+        root, step = _apart(root, options)
     if root_url(root) == root_url(target):
         raise ConfigError(
             "a checkpoint cannot be copied to its own root", found=root, remedy="name another root to copy to"
@@ -75,6 +77,23 @@ def cp(
         "generation": info.generation, "nbytes": done.nbytes, "kept_nbytes": done.kept_bytes, "was_there": done.was_there,
     }  # fmt: skip
     show(document, as_json=as_json, table=lambda: _table(document))
+
+
+def _apart(text: str, options: tuple[str, ...]) -> tuple[str, str | None]:
+    """Return ROOT and STEP of ROOT@STEP; the whole and None where "@" is part of the root's own name."""
+    root, _, step = text.rpartition("@")
+    if root and not Path(text).exists():
+        is_name = NAME.fullmatch(step) is not None and not is_process_local(root)
+        if _NUMBER.fullmatch(step) or (is_name and (Path(root).is_dir() or step in _names(root, options))):
+            return root, step
+    return text, None
+
+
+def _names(root: str, options: tuple[str, ...]) -> Collection[str]:
+    try:
+        return names_of(open_root(root, options))
+    except RootError:
+        return ()
 
 
 def _table(document: dict[str, Any]) -> Table:

@@ -256,7 +256,8 @@ def _of_the_moved(found: Judgement, unbroken: RunTrace, before: Mapping[str, Rec
     models = {leaf.owner for leaf in _of(unbroken, ENDS, step).values() if leaf.kind == "gradient"}
     leaves = {path: _of(unbroken, ENDS, found.first or 0)[path] for path in found.moved}
     if any(leaf.owner in models for leaf in leaves.values()):
-        return [_of_gradients(leaf, step) for leaf in gradients if unbroken.added.get(step + 1) is None]
+        added = [_of_gradients(leaf, step) for leaf in gradients if unbroken.added.get(step + 1) is None]
+        return added or [_unseen(found)]
     path, leaf = next(iter(leaves.items()))
     what = (
         f"{leaf.owner!r} ({leaf.of}) is another one after step {found.first} than in the unbroken run: {path} differs"
@@ -265,9 +266,15 @@ def _of_the_moved(found: Judgement, unbroken: RunTrace, before: Mapping[str, Rec
     return [Moved(kind="state", name=leaf.owner, what=what, remedy=remedy)]
 
 
+def _unseen(found: Judgement) -> Moved:
+    what = f"nothing that can be looked at was another one before step {found.first}, and yet it ended otherwise"
+    remedy = "look for what the step reads elsewhere: files, variables of a thread or of the environment, objects of C"
+    return Moved(kind="state", name="unseen", what=what, remedy=remedy)
+
+
 def _of_generator(path: str, leaf: Recorded, rng: bool, others: Sequence[Moved]) -> Moved:
     if not leaf.owner:
-        remedy = "track an object whose state_dict() and load_state_dict() are its get_state() and set_state()"
+        remedy = f"track an object whose state_dict() and load_state_dict() are its {leaf.of}"
         return Moved(kind="generator", name=path, what=f"the generator {path} is not restored", remedy=remedy)
     if rng:
         return Moved(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import itertools
 import operator
 import sys
 import sysconfig
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, GeneratorType, MethodType, ModuleType
@@ -63,6 +65,13 @@ def _inner(value: Any) -> Iterator[tuple[str, Any]]:
         yield f"{type(value).__name__}.{at}", one
 
 
+def _left_of_round(value: itertools.cycle[Any]) -> int:
+    """Return how many items are left: behind its first round a cycle leads to no iterator, and says its place to copies alone."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return operator.length_hint(value.__reduce__()[1][0])
+
+
 def contents(path: str, value: Any) -> Iterator[tuple[str, Any, bool]]:
     """Yield (path, value, whether it is of another library) of all that an object leads to."""
     if isinstance(value, FunctionType):
@@ -76,6 +85,8 @@ def contents(path: str, value: Any) -> Iterator[tuple[str, Any, bool]]:
         yield from ((f"{path}.{name}", one, False) for name, one in value.keywords.items())
     elif isinstance(value, GeneratorType):
         if value.gi_frame is not None and is_own(value.gi_frame.f_globals.get("__name__")):
+            # before it has variables
+            yield f"{path}: begun", inspect.getgeneratorstate(value) != inspect.GEN_CREATED, False
             yield from ((f"{path}: {name}", one, False) for name, one in value.gi_frame.f_locals.items())
     elif isinstance(value, (type, ModuleType)):
         name = value.__module__ if isinstance(value, type) else value.__name__
@@ -84,6 +95,8 @@ def contents(path: str, value: Any) -> Iterator[tuple[str, Any, bool]]:
             yield from ((f"{where}.{key}", one, False) for key, one in _named(vars(value)))
     elif type(value).__module__ in ("itertools", "builtins") and hasattr(value, "__next__"):
         yield from ((f"{path}: {name}", one, False) for name, one in _inner(value))
+        if isinstance(value, itertools.cycle):
+            yield f"{path}: left of the round", _left_of_round(value), False
     else:
         yield from _of_object(path, value)
 

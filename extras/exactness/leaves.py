@@ -24,7 +24,13 @@ DEEPEST, MOST, MOST_ITEMS, LONGEST = 6, 20_000, 100_000, 64
 """Levels that are followed, leaves and objects of one instant, items of a list that is one leaf, items that are each a leaf."""
 _PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes))
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_GENERATORS = {
+    torch.Generator: "get_state() and set_state()",
+    random.Random: "getstate() and setstate()",
+    np.random.Generator: "bit_generator.state",
+    np.random.RandomState: "get_state() and set_state()",
+}
+"""How each kind gives and takes its state, for the remedy."""
 _OF_MODULES = frozenset(vars(nn.Module()))
 
 
@@ -34,6 +40,7 @@ class Leaf(NamedTuple):
     Attributes:
         kind: "tracked", "object" (of one that nobody tracks), "generator", "tensor", "value" or "gradient".
         owner: The object whose state it is part of, "" for a variable.
+        of: The class of that object; of a generator of the script's own how it gives and takes its state.
     """
 
     kind: str
@@ -236,8 +243,8 @@ class Walk:
         if isinstance(value, torch.Tensor | np.ndarray):
             if not is_foreign:
                 self._leaf(path, value, None, "tensor" if value.ndim else "value")  # a number: a meter, as any other
-        elif isinstance(value, _GENERATORS):
-            self._leaf(path, _state_of(value), None, "generator")
+        elif (how := next((how for kind, how in _GENERATORS.items() if isinstance(value, kind)), "")) != "":
+            self._leaf(path, _state_of(value), ("generator", "", how), "generator")
         elif isinstance(value, _CONTAINERS):
             self._container(path, value, depth, is_foreign=is_foreign)
         elif isinstance(value, nn.Module):
@@ -259,7 +266,7 @@ class Walk:
         if (state := _asked(value, "get_state", "set_state")) is not None:
             self._tree(path, {"state": state}, 0, owner)
         elif (state := _asked(value, "getstate", "setstate")) is not None:
-            self._leaf(path, repr(state), None, "generator")
+            self._leaf(path, repr(state), ("generator", "", _GENERATORS[random.Random]), "generator")
         elif (place := place_of(value)) is not None:
             self._leaf(path, place, None, "value")
         else:

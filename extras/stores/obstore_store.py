@@ -13,7 +13,6 @@ import functools
 import importlib.util
 import logging
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from urllib.parse import unquote
@@ -21,12 +20,12 @@ from urllib.parse import unquote
 import numpy as np
 
 from flashckpt.environment import env
-from flashckpt.errors import FlashckptError, ObjectMissingError, RootError, StoreError
+from flashckpt.errors import ConfigError, FlashckptError, ObjectMissingError, RootError
 from flashckpt.storage.conditional import require_restartable, truncated
 from flashckpt.storage.direct_io import extents
 from flashckpt.storage.s3 import S3Store
 from flashckpt.storage.s3_address import GIVEN_CREDENTIALS, client_arguments
-from flashckpt.storage.s3_errors import REFUSED, STALE, no_credentials, request_error
+from flashckpt.storage.s3_errors import STALE, no_credentials
 from flashckpt.storage.s3_session import say_once, split_s3
 from flashckpt.storage.store import (
     PART_BYTES,
@@ -36,14 +35,18 @@ from flashckpt.storage.store import (
     Objects,
     check_key,
 )
+from flashckpt.stores.obstore_answers import HEAD_REFUSED, NOT_ABORTED, OF_OTHER_PLACE, status_of, translated
 
 _OPTIONS = {
     "key", "secret", "token", "endpoint_url", "client_kwargs", "retries", "timeout_s", "conditional", "anon", "requester_pays",
-    "s3_additional_kwargs",
+    "s3_additional_kwargs", "config_kwargs",
 }  # fmt: skip
 _ADDITIONAL = {"ServerSideEncryption": "server_side_encryption", "SSEKMSKeyId": "sse_kms_key_id"}
 """Those of `s3_additional_kwargs` that obstore can say, by its name for each."""
-_CLIENT_OPTIONS = {"region_name", "endpoint_url", "aws_access_key_id", "aws_secret_access_key", "aws_session_token"}
+_INSIDE = {
+    "client_kwargs": ("region_name", "endpoint_url", *GIVEN_CREDENTIALS),
+    "s3_additional_kwargs": _ADDITIONAL, "config_kwargs": ("s3",), "config_kwargs.s3": ("addressing_style",),
+}  # fmt: skip
 _OF_S3 = "aws_endpoint_url_s3"  # a variable that versions of obstore which know it prefer to any endpoint
 _log = logging.getLogger(__name__)
 
@@ -51,16 +54,6 @@ _first_pid = 0
 _has_warned = False
 
 
-_OF_OTHER_PLACE = re.compile(
-    r"<Code>(PermanentRedirect|TemporaryRedirect|IllegalLocationConstraintException)|Malformed</Code>.*region|redirect without LOCATION"
-    r"|status code: 30[178]|<Code>InvalidRequest</Code>.*(Content-MD5|x-amz-(sdk-)?checksum)",
-    re.DOTALL | re.IGNORECASE,
-)
-"""Answers to which botocore sends other requests: to the region of the bucket, or with a checksum."""
-_HEAD_REFUSED = re.compile(r"performing HEAD .*status code: 400", re.DOTALL)
-"""One that has no body to say why: another region, or keys that have expired."""
-_NOT_ABORTED = re.compile(r"performing DELETE \S+[?&]uploadId=([^\s&]+)")
-"""The failure of the request that ends a failed upload: obstore lets it hide the one before it."""
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -98,18 +91,39 @@ def _or_by_s3fs(
     return call
 
 
-def is_usable(options: dict[str, Any]) -> bool:
-    """Return whether obstore is installed, not forked away, and understands all of `options`."""
-    known = set(options) <= _OPTIONS and set(options.get("client_kwargs") or {}) <= _CLIENT_OPTIONS
-    known = known and set(options.get("s3_additional_kwargs") or {}) <= _ADDITIONAL.keys()
-    return known and importlib.util.find_spec("obstore") is not None and _first_pid in (0, os.getpid())
+def why_not(url: str, options: Mapping[str, Any]) -> tuple[str, str]:
+    """Return why obstore cannot be used for a root, and what to do; "" and "" where it can."""
+    given = {**options, "config_kwargs.s3": (options.get("config_kwargs") or {}).get("s3")}
+    foreign = {
+        f"{outer}.{name}" for outer, known in _INSIDE.items() for name in set(given.get(outer) or {}) - set(known)
+    }
+    foreign, prefix = foreign | (set(options) - _OPTIONS), split_s3(url)[1]
+    if foreign:
+        return f"{', '.join(sorted(foreign))}: only s3fs knows it", 'backend="s3fs", or leave it out'
+    if prefix and not {"", ".", ".."}.isdisjoint(prefix.split("/")):
+        return f"the prefix {prefix!r}: only s3fs takes it", 'backend="s3fs", or another prefix'
+    if importlib.util.find_spec("obstore") is None:
+        return "it is not installed", 'pip install "flashckpt[fast]", or backend="s3fs"'
+    if _first_pid not in (0, os.getpid()):
+        return (
+            "this process was forked after obstore had been used",
+            'multiprocessing_context="forkserver", or backend="s3fs"',
+        )
+    return "", ""
 
 
-def open_usable(url: str, options: dict[str, Any]) -> ObstoreStore | None:
-    """Return the store of a root; None where obstore cannot be used."""
-    prefix = split_s3(url)[1]
-    is_path = not prefix or {"", ".", ".."}.isdisjoint(prefix.split("/"))  # obstore takes no other prefix
-    return ObstoreStore(url, options) if is_path and is_usable(options) else None
+def open_usable(url: str, options: dict[str, Any], *, is_asked: bool = False) -> ObstoreStore | None:
+    """Return the store of a root; None where obstore cannot be used.
+
+    Raises:
+        ConfigError: It cannot, and the program asks for it.
+    """
+    reason, remedy = why_not(url, options)
+    if not reason:
+        return ObstoreStore(url, options)
+    if is_asked:
+        raise ConfigError(f"the S3 backend obstore cannot be used for {url}", found=reason, remedy=remedy)
+    return None
 
 
 class ObstoreStore(S3Store):
@@ -228,7 +242,7 @@ class ObstoreStore(S3Store):
             try:
                 self._put_small(obs, store, key, bytes(data), mode="create")
             except AlreadyExistsError as error:
-                return None if _status(str(error)) == 409 else False
+                return None if status_of(str(error)) == 409 else False
             return True
 
         # to obstore a conflict (409) is an object that is there; it is another write at the same time, which may fail
@@ -302,14 +316,14 @@ class ObstoreStore(S3Store):
             raise
         except (BaseError, OSError) as error:
             text = str(error).partition("\n\nDebug source")[0]
-            stays = _OF_OTHER_PLACE.search(text) is not None
-            if stays or _HEAD_REFUSED.search(text):
+            stays = OF_OTHER_PLACE.search(text) is not None
+            if stays or HEAD_REFUSED.search(text):
                 raise _OnlyByS3fsError(stays=stays) from error
             if any(code in str(error) for code in STALE):
                 self._obstore = None  # the next request asks for credentials again
-            if upload := _NOT_ABORTED.search(text):
+            if upload := NOT_ABORTED.search(text):
                 self._unaborted.append({"Bucket": self.bucket, "Key": self._key(key), "UploadId": unquote(upload[1])})
-            raise _translate(error, self.url, self.bucket, key) from error
+            raise translated(error, self.url, self.bucket, key) from error
 
 
 class CredentialChain:
@@ -344,31 +358,6 @@ class CredentialChain:
             # botocore has no public name for it, and obstore takes no other zone
             "expires_at": min(again, getattr(found, "_expiry_time", again)).astimezone(dt.timezone.utc),
         }
-
-
-def _translate(error: BaseException, url: str, bucket: str, key: str) -> FlashckptError:
-    text, _, source = str(error).partition("\n\nDebug source")
-    cause = re.search(r"InvalidContentType|InvalidCertificate\([^()]*", source)  # which its message leaves out
-    code = next(iter(re.findall(r"<Code>(\w+)</Code>", text)), "")
-    status = _status(text)
-    if "no credentials for" in text:
-        return no_credentials(url)
-    if code == "InvalidRange" or status == 416:
-        return truncated(url, key, found="less than the start of the range", needed=0)
-    if isinstance(error, FileNotFoundError) and not status:
-        status = 404
-    found = f"{code or type(error).__name__}: {text[:300]}" + (f" ({cause[0]})" if cause else "")
-    if _NOT_ABORTED.search(text) and code not in REFUSED and status not in (401, 403):
-        return StoreError(
-            f"the upload of {key} to {url} failed, and the parts that had arrived could not be removed", found=found
-        )
-    return request_error(url, bucket, key, code=code, status=status, found=found)
-
-
-def _status(text: str) -> int:
-    if found := re.search(r"status code: (\d{3})", text):
-        return int(found[1])
-    return 301 if "Received redirect" in text else 0
 
 
 def _made(client: Any, bucket: str, settings: dict[str, Any]) -> Any:

@@ -374,9 +374,13 @@ def no_such_checkpoint(
 def unreachable(root: str, view: RootSummary, why: str) -> FlashckptError:
     """Return the error for a root that must be asked and cannot be: a permanent one, unless that may pass."""
     kind: type[FlashckptError] = StoreError if view.may_pass else RootError
+    lines = [" ".join(line.split()) for line in view.error.splitlines()]
+    known = next(
+        (line.removeprefix("to do: ") for line in lines if line.startswith("to do: ")), "make the root reachable"
+    )
     return kind(
         f"the root {root} cannot be asked for checkpoints, {why}",
-        found="; ".join(line.strip() for line in view.error.splitlines()[:2]),
+        found="; ".join(lines[:2]),
         state="Nothing was restored: a fresh start could repeat a run that is already on storage.",
-        remedy="make the root reachable, or start with another root",
+        remedy=f"{known}; or start with another root",
     )

@@ -86,6 +86,8 @@ class Checkpointer:
     ) -> None:
         self._entered_ns = time.monotonic_ns()
         env.check("rank")
+        if not env.FLASHCKPT_AGENT_DIR:
+            entry_points.refuse_wrong_tasks()
         url = root_url(root)
         if is_process_local(url):
             raise ConfigError(

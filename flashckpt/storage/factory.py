@@ -319,13 +319,9 @@ def _open_s3(url: str, backend: str, options: dict[str, object]) -> Store:
     if backend == "s3fs":
         return S3Store(url, options)
     if (open_usable := entry_points.optional("s3-obstore")) is not None and (
-        store := open_usable(url, options)
+        store := open_usable(url, options, is_asked=backend == "obstore")
     ) is not None:
         return cast("Store", store)
     if backend == "obstore":
-        raise ConfigError(
-            "the S3 backend obstore cannot be used here",
-            found="not installed, used before a fork, or an option only s3fs knows",
-            remedy='pip install "flashckpt[fast]", or backend="s3fs"',
-        )
+        raise ConfigError(f"the S3 backend obstore cannot be used for {url}", found="it is not installed")
     return S3Store(url, options)

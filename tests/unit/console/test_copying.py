@@ -14,6 +14,7 @@ from support.slots import make_pin, shard
 
 from flashckpt.checkpoint import indexes, merging
 from flashckpt.checkpoint.catalog import list_checkpoints, newest_checkpoint, read_manifest
+from flashckpt.checkpoint.marks import keep_as
 from flashckpt.checkpoint.retention import Policy, leased_prefixes, prune
 from flashckpt.checkpoint.root_records import LATEST, MANIFEST, claim_generation, prefix_of, read_generations
 from flashckpt.checkpoint.sweeping import sweep
@@ -224,6 +225,25 @@ def test_the_command_takes_a_step_with_the_root_or_as_an_option(
     (tmp_path / "a@20").mkdir()
     code, _, err = run(str(tmp_path / "a@20"), target, capsys=capsys)
     assert (code, "is empty" in err) == (30, True)
+
+
+def test_the_command_takes_the_name_of_a_kept_checkpoint_with_the_root(tmp_path: Path, capsys: Captured) -> None:
+    with s3_stub() as stub:
+        for number, url in enumerate((str(tmp_path / "source"), "s3://bucket/of@host/run")):
+            options = stub.options() if number else {}
+            words = [
+                word for key in ("endpoint_url", "key", "secret") if options for word in ("-o", f"{key}={options[key]}")
+            ]
+            store = open_store(url, **options)
+            make(store, 20), make(store, 30)
+            keep_as(store, prefix_of(1, 20), "before-surgery")
+            target = str(tmp_path / f"target{number}")
+            code, out, err = run(f"{url}@before-surgery", target, "--json", *words, capsys=capsys)
+            assert (code, json.loads(out)["prefix"] if not code else err) == (0, prefix_of(1, 20))
+            code, out, err = run(url, target, "--json", *words, capsys=capsys)
+            assert (code, json.loads(out)["prefix"] if not code else err) == (0, prefix_of(1, 30))
+    code, _, err = run(f"{tmp_path / 'source'}@before-surgry", str(tmp_path / "other"), capsys=capsys)
+    assert (code, "before-surgry" in err, "a name that `flashckpt keep` gave" in err) == (10, True, True)
 
 
 def test_a_root_that_is_the_same_or_that_a_job_writes_to_is_refused(

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from flashckpt import Checkpointer
 from flashckpt.exactness import comparing
 from flashckpt.exactness.comparing import EXACT, NOT_DETERMINISTIC, NOT_EXACT, continued, deterministic, merged, noise
+from flashckpt.exactness.leaves import Walk
 from flashckpt.exactness.records import BEGINS, ENDS, RESTORED, Recorded, RunTrace, read_trace, record_file
 
 KINDS = {"model": ("tracked", "model", "Linear"), "torch's generator": ("generator", "torch", ""),
@@ -59,6 +64,31 @@ def test_the_same_again_is_exact() -> None:
 def test_what_moved_is_the_cause(changed: dict[str, Any], kind: str, what: str) -> None:
     found = continued(trace(), again(**changed))
     assert (found.verdict, found.causes[0].kind, found.causes[0].what) == (NOT_EXACT, kind, what)
+
+
+def test_a_generator_of_the_scripts_own_is_named_with_the_state_that_its_kind_has(tmp_path: Path) -> None:
+    """Numpy's has no get_state(), and Python's has another name for it."""
+    for made, of in (
+        (np.random.default_rng(1), "bit_generator.state"),
+        (random.Random(1), "getstate() and setstate()"),
+        (torch.Generator(), "get_state() and set_state()"),
+    ):
+        ckpt = Checkpointer(str(tmp_path / "root"))
+        walk = Walk(ckpt._tracked, reads_sources=False)
+        walk._visit("own", made, 0, is_foreign=False)
+        leaf = Recorded(*walk.leaves["own"])
+        assert comparing._of_generator("own", leaf, rng=True, others=()).remedy.endswith(f"its {of}")
+
+
+def test_where_nothing_was_another_one_the_report_says_so_and_where_else_to_look() -> None:
+    """A run that ends otherwise for no reason that shows is not left without a line."""
+    unbroken, restarted = trace(), again(model=lambda done: done if done < 3 else done + 1)
+    none = {"gradients of model": Recorded("gradient", "model", "", "", "")}
+    for run in (unbroken, restarted):
+        run.leaves = {at: {**leaves, **none} for at, leaves in run.leaves.items()}
+    found = continued(unbroken, restarted)
+    assert (found.verdict, found.first, [cause.name for cause in found.causes]) == (NOT_EXACT, 3, ["unseen"])
+    assert "files" in found.causes[0].remedy
 
 
 def test_a_generator_that_stands_still_may_have_any_state() -> None:

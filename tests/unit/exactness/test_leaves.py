@@ -101,6 +101,24 @@ def by_frame() -> Made:
     return made, lambda: next(made)
 
 
+def by_first_call() -> Made:
+    def counts() -> Iterator[int]:
+        at = 0
+        while True:
+            at += 1
+            yield at
+
+    made = counts()
+    return made, lambda: next(made)
+
+
+def by_later_round() -> Made:
+    made = itertools.cycle([1, 2, 3])
+    for _ in range(4):
+        next(made)
+    return made, lambda: next(made)
+
+
 def by_iterator(made: Any) -> Made:
     return made, lambda: next(made)
 
@@ -121,6 +139,8 @@ KINDS: dict[str, tuple[Callable[[], Made], str]] = {
     "default argument": (by_default, "made of noisy()"),
     "keyword of a partial function": (by_keyword, "it['it'].noise"),
     "generator function": (by_frame, "it['it']: noise"),
+    "generator function not begun": (by_first_call, "it['it']: begun"),
+    "endless iterator in a later round": (by_later_round, "it['it']: left of the round"),
     "iterator of a list": (lambda: by_iterator(iter([1, 2, 3])), "it['it']"),
     "count": (lambda: by_iterator(itertools.count()), "it['it']"),
     "bytearray": (lambda: by_method(bytearray(2), "append", 1), "it['it']"),

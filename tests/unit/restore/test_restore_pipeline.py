@@ -21,12 +21,12 @@ from flashckpt.core.records import mark_of
 from flashckpt.core.shard import Shard
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.errors import DamagedError, DisagreementError, TensorMismatchError, UnsupportedStateError
+from flashckpt.errors import DamagedError, DisagreementError, RootError, TensorMismatchError, UnsupportedStateError
 from flashckpt.native import LEVEL_VARIABLE, levels
 from flashckpt.planning.box_match import has_same_regions
 from flashckpt.planning.inventory import HeldSlot, Inventory, Member, left_out, memory_is_current
 from flashckpt.planning.read_plan import SourceNames
-from flashckpt.planning.selection import RootSummary, select, slot_locations
+from flashckpt.planning.selection import RootSummary, select, slot_locations, unreachable
 from flashckpt.restore import candidate, candidate_restore, live_memory
 from flashckpt.restore.absent_state import absent_state
 from flashckpt.restore.destinations import copy_bytes
@@ -481,3 +481,16 @@ def test_the_collector_runs_again_after_a_restore() -> None:
         assert not gc.isenabled(), "a program that turned it off keeps it off"
     finally:
         gc.enable()
+
+
+def test_root_that_cannot_be_asked_is_refused_with_the_remedy_of_its_cause() -> None:
+    cause = RootError(
+        "the credentials for s3://b/run were refused", found="ExpiredToken", remedy="renew the credentials"
+    )
+    error = unreachable("s3://b/run", RootSummary(error=str(cause)), "and memory holds none")
+    assert (error.found, error.remedy) == (
+        "the credentials for s3://b/run were refused; found: ExpiredToken",
+        "renew the credentials; or start with another root",
+    )
+    error = unreachable("s3://b/run", RootSummary(error="no answer"), "and memory holds none")
+    assert error.remedy == "make the root reachable; or start with another root"

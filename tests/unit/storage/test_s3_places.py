@@ -59,6 +59,10 @@ SOURCES: dict[str, tuple[dict[str, str], dict[str, Any], tuple[str, str, str]]] 
     "profile": ({"AWS_PROFILE": "plain"}, {}, ("private.example/bucket", "of-env", "eu-x")),
     "services section": ({"AWS_PROFILE": "services"}, {}, ("private.example/bucket", "of-env", "eu-x")),
     "addressing style": ({"AWS_PROFILE": "virtual"}, {}, ("bucket.private.example", "of-env", "eu-x")),
+    "addressing style as an option": (
+        {"AWS_ENDPOINT_URL": HERE, "AWS_DEFAULT_REGION": "eu-x"}, {"config_kwargs": {"s3": {"addressing_style": "virtual"}}},
+        ("bucket.private.example", "of-env", "eu-x"),
+    ),
     "default profile": (
         {"AWS_DEFAULT_PROFILE": "plain", "AWS_DEFAULT_REGION": "eu-y"}, {}, ("private.example/bucket", "of-env", "eu-y"),
     ),
@@ -215,6 +219,23 @@ def test_what_every_request_shall_say_is_said(
     assert len(begins) == 1
     said = stub.asked if "payer" in header[0] else writes + begins
     assert all(one.headers.get(header[0]) == header[1] for one in said)
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "found"),
+    [
+        ("run", {"config_kwargs": {"s3": {"use_accelerate_endpoint": True}}}, "config_kwargs.s3.use_accelerate_endpoint: only s3fs"),
+        ("run", {"config_kwargs": {"max_pool_connections": 8}, "version_aware": True},
+         "config_kwargs.max_pool_connections, version_aware: only s3fs"),
+        ("run", {"s3_additional_kwargs": {"StorageClass": "ONEZONE_IA"}}, "s3_additional_kwargs.StorageClass: only s3fs"),
+        ("a//run", {}, "the prefix 'a//run': only s3fs"),
+    ],
+)  # fmt: skip
+def test_a_client_that_is_asked_for_and_cannot_says_why(url: str, options: dict[str, Any], found: str) -> None:
+    with pytest.raises(ConfigError, match="s3://bucket/" + url) as refused:
+        open_store("s3://bucket/" + url, backend="obstore", **options)
+    assert found in str(refused.value)
+    assert type(open_store("s3://bucket/" + url, **options)) is S3Store
 
 
 @pytest.mark.parametrize("client", CLIENTS)
