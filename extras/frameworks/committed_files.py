@@ -15,13 +15,14 @@ import io
 import secrets
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import quote, unquote
 
 from typing_extensions import Buffer
 
-from flashckpt.core.records import digest, seal, unseal
+from flashckpt.core.records import Record, digest, pack, seal, unpack, unseal
 from flashckpt.environment import env
 from flashckpt.errors import DamagedError, ObjectMissingError
 from flashckpt.faults import crash_point
@@ -33,7 +34,20 @@ PART_BYTES = 64 << 20
 BLOCK_BYTES = 4 << 20
 """Bytes per digest: the least that is read."""
 _RECORD, _MANIFEST, _DATA, _OF = ".file", "MANIFEST", "data", "of."
-_File = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _File:
+    world: str = ""
+    """Ranks of the job that wrote it."""
+    parts: tuple[list[Any], ...] = ()
+    """Key, bytes and digests of each."""
+
+
+@dataclass(frozen=True)
+class _Folder:
+    token: str
+    files: dict[str, Any]
 
 
 class CommittedFiles:
@@ -115,13 +129,13 @@ class CommittedFiles:
         try:
             before = self._record(f"{path}{_RECORD}")
         except ObjectMissingError:
-            before = {"parts": []}
-        self.store.put(f"{path}{_RECORD}", seal(file))
+            before = _File()
+        self.store.put(f"{path}{_RECORD}", seal(pack(file)))
         self._drop(path, before)
 
     def _drop(self, path: str, file: _File) -> None:
         """Remove the parts of a file that was replaced or deleted, but for those that are another's: a rename may have died."""
-        if file["parts"]:
+        if file.parts:
             folder = path[: path.rfind("/") + 1]
             others = map(self._record, (info.key for info in self._records(folder)))
             needed = {key for other in others for key in _keys(other)}
@@ -136,12 +150,13 @@ class CommittedFiles:
         infos = self._records(f"{folder}/")
         files = {info.key[len(folder) + 1 :].removesuffix(_RECORD): self._record(info.key) for info in infos}
         # of an attempt by another number of ranks that died: this one has not written them
-        files = {name: file for name, file in files.items() if file["world"] == _world()}
+        files = {name: file for name, file in files.items() if file.world == _world()}
         if not files:
             raise FileNotFoundError(errno.ENOENT, "no such folder", f"{self.store.url}/{folder}")
         if self.exists(to):
             raise _occupied(to)
-        manifest = seal({"token": secrets.token_hex(8), "files": files})
+        packed = {name: pack(file) for name, file in files.items()}
+        manifest = seal(pack(_Folder(secrets.token_hex(8), packed)))
         for place in _places(files.values()):
             self.store.put(f"{place}/{_OF}{quote(to, safe='')}", manifest)
         crash_point("folder.before-commit")
@@ -201,14 +216,24 @@ class CommittedFiles:
         return [one for one in infos if one.key.endswith(_RECORD) or one.key.rpartition("/")[2] in others]
 
     def _record(self, key: str) -> _File:
+        return self._unpacked(_File, self._fields(key), key)
+
+    def _fields(self, key: str) -> dict[str, Any]:
         return unseal(self.store.get(key), f"{self.store.url}/{key}")
+
+    def _unpacked(self, kind: type[Record], fields: dict[str, Any], key: str) -> Record:
+        try:
+            return unpack(kind, fields)
+        except (KeyError, ValueError) as error:
+            raise DamagedError(f"{self.store.url}/{key} is damaged", found=str(error)) from error
 
     def _manifest(self, folder: str) -> dict[str, _File]:
         """Return the files of a committed folder by their names; {} for another one."""
         if folder in ("", ".") or (info := self.store.head(key := f"{folder}/{_MANIFEST}")) is None:
             return {}
         if self._manifests.get(folder, (None,))[0] != info:
-            self._manifests = {folder: (info, self._record(key)["files"])}
+            found = self._unpacked(_Folder, self._fields(key), key).files
+            self._manifests = {folder: (info, {name: self._unpacked(_File, file, key) for name, file in found.items()})}
         return self._manifests[folder][1]
 
 
@@ -219,7 +244,7 @@ class FileWriter(io.IOBase):
         self._files, self._path = files, path
         folder, _, name = path.rpartition("/")
         self._stem = f"{_DATA}/{quote(folder, safe='')}/{name}.{secrets.token_hex(8)}"
-        self._parts: list[tuple[str, int, list[int]]] = []
+        self._parts: list[list[Any]] = []
         self._held = bytearray()
 
     def writable(self) -> bool:
@@ -240,7 +265,7 @@ class FileWriter(io.IOBase):
         if kind is None:
             if self._held:
                 self._send(len(self._held))
-            self._files.publish(self._path, {"world": _world(), "parts": self._parts})
+            self._files.publish(self._path, _File(_world(), tuple(self._parts)))
 
     def _send(self, nbytes: int) -> None:
         part, key = bytes(memoryview(self._held)[:nbytes]), f"{self._stem}.{len(self._parts)}"
@@ -248,7 +273,7 @@ class FileWriter(io.IOBase):
         view = memoryview(part)
         digests = [digest(view[start : start + BLOCK_BYTES]) for start in range(0, nbytes, BLOCK_BYTES)]
         self._files.store.put_object(key, [view], nbytes)
-        self._parts.append((key, nbytes, digests))
+        self._parts.append([key, nbytes, digests])
         crash_point("folder.after-part")
 
 
@@ -262,7 +287,7 @@ class FileReader(io.RawIOBase):
     """
 
     def __init__(self, store: Store, path: str, file: _File) -> None:
-        self._store, self._path, self._parts = store, path, file["parts"]
+        self._store, self._path, self._parts = store, path, file.parts
         self.nbytes: int = sum(nbytes for _, nbytes, _ in self._parts)
         self._at = 0
         self._held: tuple[int, int, bytearray] = (-1, 0, bytearray())  # part, where it begins there, blocks
@@ -341,7 +366,7 @@ def _places(files: Iterable[_File]) -> set[str]:
 
 
 def _keys(file: _File) -> set[str]:
-    return {key for key, *_ in file["parts"]}
+    return {key for key, *_ in file.parts}
 
 
 def _world() -> str:

@@ -121,6 +121,10 @@ def _maximum(data: Any) -> bytes:
     return bytes(np.max(parts, axis=0))
 
 
+def _total(value: int) -> int:
+    return value if _is_alone() else sum(_mine()[0].exchange("total", value))
+
+
 class SimHostGroup:
     """In place of `HostGroup`."""
 
@@ -142,7 +146,7 @@ def install() -> None:
     """Put it in place of torch.distributed, once per program."""
     collectives.__dict__.update(
         is_alone=_is_alone, rank=lambda: 0 if _is_alone() else _mine()[1], all_gather_bytes=_gathered,
-        bytes_from_rank_0=_from_rank_0, maximum=_maximum,
+        bytes_from_rank_0=_from_rank_0, maximum=_maximum, total=_total,
     )  # fmt: skip
     candidate_restore.__dict__["HostGroup"] = SimHostGroup
 
