@@ -93,9 +93,8 @@ class Restore:
                 raise RestoreFailed(f"step {self.step} is no longer there")
             if identity is None and root is not None and root.error:
                 raise RestoreFailed("the root cannot be asked, and memory holds none")
-            if not self._passed_over and not (
-                candidate is not None and candidate.is_suspect and root is not None and root.error
-            ):
+            # without an answer of the root memory goes on, whatever others did meanwhile: it is fenced once the root is there
+            if not self._passed_over and not (candidate is not None and root is not None and root.error):
                 state = None if identity is None else State.of(identity, self._token)
                 asked = root is not None and not root.error
                 job.rules.restored(

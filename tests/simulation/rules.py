@@ -261,7 +261,9 @@ class Rules(Lineages):
         process = CLOCK.scheduler.process
         record = None if process is None else self.job.nodes[process.node].directory.read_generation()
         newest = max(filter(self._is_known, self._claims), default=0)
-        if record is not None and record.number < newest and not name.startswith("ready"):
+        # no storage fences who stops between its last look and the write
+        has_stopped = process is not None and CLOCK.scheduler.now - process.paused_until < self.look_s()
+        if record is not None and record.number < newest and not name.startswith("ready") and not has_stopped:
             raise Violation(
                 "who is fenced decides nothing", f"intent {name} of generation {record.number}, not {newest}"
             )
@@ -323,7 +325,8 @@ class Rules(Lineages):
         last = max(1, setup.keep_last or len(alive))
         if identity in alive[:last]:
             raise Violation("nothing that retention protects is deleted", f"{identity}, of {alive[:4]}")
-        if identity in [one for one in alive if CLOCK.scheduler.now - self.cut_short.get(one, 1e9) < look_s][:last]:
+        whole_s = 2 * look_s  # the newest is verified before the others, the catalogue, and the claim of this one
+        if identity in [one for one in alive if CLOCK.scheduler.now - self.cut_short.get(one, 1e9) < whole_s][:last]:
             raise Violation("retention keeps the newest whole checkpoints", f"{identity}, of {alive[:4]}")
         if identity in [one for one in alive if one not in states or not self.is_bad(states[one])][:last]:
             raise Violation("retention keeps the newest clean checkpoints", f"{identity}, of {alive[:4]}")

@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,7 @@ def become(request: dict[str, Any]) -> list[str]:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
+    tempfile.tempdir = None  # torch has asked for it during the imports: another folder then, which may be gone
     out, err = (os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666) for path in request["streams"])
     if request["streams"][0] == request["streams"][1]:
         os.dup2(out, err)
