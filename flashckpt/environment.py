@@ -158,7 +158,7 @@ def _after_commit(text: str) -> list[list[str]]:
         else:
             found[-1].append(word)
     for number, words in enumerate(found, 1):
-        if not words or not (words[0] in ("export", "cp") or words[:2] == ["hub", "export"]):
+        if not words or not (words[0] in ("export", "cp", "keep") or words[:2] == ["hub", "export"]):
             raise WrongPartError(f"command {number} is {ascii(' '.join(words[:1]))[:20]}")
         steps = words[words.index("--every") + 1 :][:1] if "--every" in words else []
         if (is_by_step := bool(steps and int(steps[0]) > 0)) == ("--kept" in words):
@@ -258,7 +258,7 @@ class Environment:
         "dlrun persister",
         "Exports and copies beside training ([interop.md](interop.md#beside-training)).",
         [],
-        "export, cp or hub export, each with --every STEPS or --kept, and ; between them",
+        "export, cp or hub export, each with --every STEPS or --kept, keep --best with --every, and ; between them",
         _after_commit,
         is_secret=True,
     )

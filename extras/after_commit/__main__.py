@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 from flashckpt.after_commit.tasks import Due, Task, due_now, read_tasks
 from flashckpt.checkpoint.retention import leased
-from flashckpt.cli.common import human_bytes
 from flashckpt.daemon.machine.process import die_with_parent
 from flashckpt.environment import env
 from flashckpt.errors import FencedError, FlashckptError, NoCheckpointError
@@ -101,9 +100,9 @@ class Worker:
         with lease:
             try:
                 begun_s = time.monotonic()
-                nbytes = due.make(store, self._order.options)
+                made = due.make(store, self._order.options)
                 crash_point("after-commit.before-report")
-                _say("made", due, f"{human_bytes(nbytes)} in {time.monotonic() - begun_s:.3g} s")
+                _say("made", due, f"{made} in {time.monotonic() - begun_s:.3g} s")
             except (NoCheckpointError, FencedError) as error:
                 _say("left out", due, in_one_line(str(error)))
             except (FlashckptError, OSError) as error:

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import click
 
 from flashckpt.checkpoint.catalog import CheckpointInfo, list_checkpoints
-from flashckpt.checkpoint.marks import named_marks
+from flashckpt.checkpoint.marks import keep_as, named_marks
 from flashckpt.checkpoint.retention import kept_prefixes
 from flashckpt.checkpoint.root_records import MANIFEST, read_generations
-from flashckpt.cli.common import parse_options
+from flashckpt.cli.common import human_bytes, parse_options
 from flashckpt.console.copying import copy_checkpoint
 from flashckpt.console.cp import cp
+from flashckpt.console.keep import BEST, best, keep
 from flashckpt.core.lineage import is_rolled_back
 from flashckpt.errors import ConfigError
 from flashckpt.interop import safetensors_files as st
@@ -27,7 +28,7 @@ from flashckpt.trainer.hub.command import export as hub_export
 from flashckpt.trainer.hub.transfer import export_folder
 
 _COMMANDS: dict[str, tuple[click.Command, str]] = {
-    "export": (export, "to"), "hub": (hub_export, "folder"), "cp": (cp, "target"),
+    "export": (export, "to"), "hub": (hub_export, "folder"), "cp": (cp, "target"), "keep": (keep, "name"),
 }  # fmt: skip
 """Each command, and its parameter for the target."""
 _OURS = {"root", "step", "options", "as_json", "force"}
@@ -41,7 +42,7 @@ class Task:
     Attributes:
         kind: A key of _COMMANDS.
         every: Steps: it wants each checkpoint whose step is a multiple; 0: those that are kept.
-        target: Path or root, with placeholders.
+        target: Path or root, with placeholders; the name that the best is kept under.
         params: What the command takes beside that, by the name of its parameter.
     """
 
@@ -70,7 +71,9 @@ class Due(NamedTuple):
 
     @property
     def place(self) -> str:
-        """What is made: a path, or a folder of another root."""
+        """What is made: a path, or a folder of another root, or what a name stands for from then on."""
+        if self.task.kind == "keep":
+            return f"{self.task.target} of those up to {self.info.prefix}"
         if self.task.kind == "cp":
             return f"{self.task.target}/{self.info.prefix}"
         text = self.task.target
@@ -80,13 +83,22 @@ class Due(NamedTuple):
 
     def is_there(self) -> bool:
         """Return whether it was made before, by whomever; a checkpoint that was deleted on another root counts as well."""
+        if self.task.kind == "keep":
+            return False
         if self.task.kind != "cp":
             return st.origin_of(Path(self.place)) == self.info.identity
         with contextlib.closing(self.task.open_target()) as store:
             return store.head(f"{self.info.prefix}/{MANIFEST}") is not None
 
-    def make(self, store: Store, options: Mapping[str, Any]) -> int:
-        """Make it; return its bytes. Errors as those of the command."""
+    def make(self, store: Store, options: Mapping[str, Any]) -> str:
+        """Make it; return what it is. Errors as those of the command."""
+        if self.task.kind == "keep":
+            prefix, value = best(store, **self.task.params, name=self.task.target)
+            keep_as(store, prefix, self.task.target, value)
+            return f"{prefix} with {value:g}"
+        return human_bytes(self._copy(store, options))
+
+    def _copy(self, store: Store, options: Mapping[str, Any]) -> int:
         params = self.task.params
         if self.task.kind == "export":
             wanted = wanted_of(**params, to=self.place, force=True)
@@ -126,7 +138,17 @@ def _task(words: Sequence[str]) -> Task:
         raise _wrong(words, error.format_message()) from error
     if asked := sorted(name for name in _OURS & params.keys() if params[name]):
         raise _wrong(words, f"{asked[0]}, which is set by the persister")
+    if kind == "keep":
+        if not every or params.pop("remove") or not (metric := params["metric"]):
+            raise _wrong(words, "no --best METRIC --every STEPS")
+        return Task(kind, every, params["name"] or BEST, {"metric": metric, "highest": params["highest"]})
     target = str(params.pop(key))
+    _refuse(words, kind, target, params)
+    return Task(kind, every, target, {name: one for name, one in params.items() if name not in _OURS})
+
+
+def _refuse(words: Sequence[str], kind: str, target: str, params: dict[str, Any]) -> None:
+    """Raise where a copy cannot be made beside training."""
     if kind == "export":
         if params["kind"] not in (None, "safetensors"):
             raise _wrong(words, f"--format {params['kind']}; safetensors alone is made beside training")
@@ -135,7 +157,6 @@ def _task(words: Sequence[str]) -> Task:
         raise _wrong(words, f"{target}, which is no absolute path")
     if kind != "cp" and not any(place in target for place in ("{step}", "{name}")):
         raise _wrong(words, f"{target}, in which neither {{step}} nor {{name}} tells exports apart")
-    return Task(kind, every, target, {name: one for name, one in params.items() if name not in _OURS})
 
 
 def _wrong(words: Sequence[str], found: str) -> ConfigError:
@@ -152,9 +173,11 @@ def due_now(store: Store, tasks: Sequence[Task]) -> list[Due]:
     names: dict[str, str] = {}
     if not all(task.every for task in tasks):
         names = dict.fromkeys(kept_prefixes(store), "") | {mark.prefix: name for name, mark in named_marks(store)}
-    return [
+    found = [
         Due(task, info, names.get(info.prefix) or str(info.step))
         for info in sorted(infos, key=lambda one: one.identity)
         for task in tasks
         if task.wants(info, names)
     ]
+    newest = {due.task.target: due for due in found if due.task.kind == "keep"}  # the best of all is looked for
+    return [due for due in found if due.task.kind != "keep" or newest[due.task.target] is due]

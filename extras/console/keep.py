@@ -43,14 +43,14 @@ def keep(
 
     Examples:
       flashckpt keep /checkpoints/run7 1200 --name before-cooldown
-      while flashckpt watch run7 --commit; do flashckpt keep s3://bucket/run7 --best val_loss; done
+      FLASHCKPT_AFTER_COMMIT="keep --best val_loss --every 100" dlrun ...
     """
     store = open_root(root, options)
     if (step is None) == (metric is None) or (remove and (name or metric)):
         raise ConfigError("give either STEP or --best", found="both" if step else "neither, or --remove with a name")
     value = math.nan
     if metric is not None:
-        prefix, value = _best(store, metric, name or BEST, highest=highest)
+        prefix, value = best(store, metric, name or BEST, highest=highest)
     else:
         prefix = choose(store, step).prefix
     if remove:
@@ -66,8 +66,12 @@ def keep(
     show(document | ({"value": value} if metric else {}), as_json=as_json, table=lambda: text)
 
 
-def _best(store: Store, metric: str, name: str, *, highest: bool) -> tuple[str, float]:
-    """Return the best checkpoint and its value: of those whose value is known, and the one that has the name."""
+def best(store: Store, metric: str, name: str, *, highest: bool) -> tuple[str, float]:
+    """Return the best checkpoint and its value: of those whose value is known, and the one that has the name.
+
+    Raises:
+        NoCheckpointError: No value is known.
+    """
     infos = list_checkpoints(store)
     left = abandoned(store, infos)
     live = [info for info in infos if info.identity not in left and not info.suspects]

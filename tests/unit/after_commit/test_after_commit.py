@@ -19,6 +19,7 @@ from support.daemons import daemon_of, steps, turn_until
 from support.memory_tier import FakeJob, content
 from support.paths import ROOT
 from support.ranks import wait_for
+from unit.cli.test_keep import logged
 from unit.console.test_copying import make
 from unit.trainer.test_trainer_generate import LENGTH, MODELS, write_folder
 
@@ -27,7 +28,7 @@ from flashckpt.after_commit import extension
 from flashckpt.after_commit.__main__ import MOST_DUE, Assignment, Worker
 from flashckpt.after_commit.tasks import read_tasks
 from flashckpt.checkpoint.catalog import list_checkpoints
-from flashckpt.checkpoint.marks import keep_as
+from flashckpt.checkpoint.marks import keep_as, names_of
 from flashckpt.checkpoint.retention import Policy, leased_prefixes, prune
 from flashckpt.checkpoint.root_records import claim_generation, prefix_of
 from flashckpt.cli.verify import verify_checkpoint
@@ -237,6 +238,25 @@ def test_retention_waits_for_what_is_due_and_of_too_many_the_oldest_are_left_out
     assert not leased_prefixes(store)
 
 
+def test_the_best_of_each_kth_is_kept_although_retention_leaves_one(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While it is not known whether a checkpoint is the best, a lease keeps it."""
+    store, command = open_store(root), "keep --best val --every 10 --name sharpest"
+    curve: dict[int, float] = {}
+    for step, value in ((10, 0.9), (20, 0.5), (25, 0.6), (30, 0.7)):
+        make(store, step)
+        curve[step] = value
+        logged(store, val=curve)
+        worker = worker_of(root, command, is_first=True)
+        worker.look()
+        prune(store, Policy(keep_last=1))
+        found = run(worker, capsys)
+        assert [what for what, *_ in found] == ["made"]
+    assert names_of(store)["sharpest"] == (prefix_of(1, 20), 0.5)
+    assert [one.step for one in list_checkpoints(store)] == [30, 20]
+
+
 def test_what_was_rolled_back_is_replaced_by_what_was_trained_instead(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -340,6 +360,9 @@ STARTS: dict[str, Callable[[Path], object]] = {
         ("cp --kept memory://x", "no absolute path"),
         ("hub export --kept", "Missing argument"),
         ("export --kept", "Missing option '--to'"),
+        ("keep --every 5", "--best METRIC"),
+        ("keep --best val --kept", "--best METRIC"),
+        ("keep --best val --every 5 --remove", "--best METRIC"),
     ],
 )
 @pytest.mark.parametrize("start", STARTS)
