@@ -8,6 +8,7 @@ does the restore fail. Sources are only ever read.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -252,7 +253,10 @@ class _Executor:
         self._plan, self._destinations, self._sources, self._counts = plan, destinations, sources, counts
         self._fresh = FreshMemory(destinations.addresses, destinations.nbytes)
         self._lock = threading.Lock()
-        self._lanes = Lanes()
+
+    @functools.cached_property
+    def _lanes(self) -> Lanes:
+        return Lanes()
 
     def run_all(self, jobs: list[Job], remote: RemoteFetcher | None) -> None:
         """Run jobs, and those that replace failed ones, until none is left on any rank."""

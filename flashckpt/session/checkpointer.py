@@ -86,7 +86,7 @@ class Checkpointer:
     ) -> None:
         self._entered_ns = time.monotonic_ns()
         env.check("rank")
-        if not env.FLASHCKPT_AGENT_DIR:
+        if env.FLASHCKPT_AFTER_COMMIT and not env.FLASHCKPT_AGENT_DIR:
             entry_points.refuse_wrong_tasks()
         url = root_url(root)
         if is_process_local(url):
