@@ -88,7 +88,8 @@ def next_candidate(
     * It holds that until it learns of a higher one, and only a node that missed names one. So once nobody is late, all
       hold the same, unless a rank skipped or discarded the very step.
     * A late node names a target twice as far as its last one: sooner or later it is farther than the news takes.
-    * A step that was skipped or discarded makes none of them go farther, so that this is tried again as often as before.
+    * A step that was skipped or discarded makes none of them go farther each time; the next one may be passed over, since
+      a target is `spacing` from what is newest by then.
 
     Args:
         search: Result of the last call; a new one after each intent.

@@ -134,11 +134,16 @@ class CommittedFiles:
         self._drop(path, before)
 
     def _drop(self, path: str, file: _File) -> None:
-        """Remove the parts of a file that was replaced or deleted, but for those that are another's: a rename may have died."""
+        """Remove the parts of a file that was replaced or deleted, but for those that are another's.
+
+        Whoever renamed it, or committed its folder, may have died before this name was gone.
+        """
         if file.parts:
             folder = path[: path.rfind("/") + 1]
             others = map(self._record, (info.key for info in self._records(folder)))
             needed = {key for other in others for key in _keys(other)}
+            for place in _places([file]):
+                needed |= self._committed(place, self.store.list(f"{place}/{_OF}"))
             self.store.delete_many([key for key in _keys(file) if key not in needed])
 
     def commit(self, folder: str, to: str) -> None:
@@ -189,12 +194,7 @@ class CommittedFiles:
     def _clean(self, place: str, *, older_than_s: float) -> None:
         """Remove parts that neither a committed folder needs nor a record names."""
         infos = self.store.list(f"{place}/")
-        needed = set[str]()
-        for info in infos:
-            name = info.key[len(place) + 1 :]
-            owner = unquote(name.removeprefix(_OF))
-            if name.startswith(_OF) and (files := self._manifest(owner)):
-                needed |= {info.key, *(key for file in files.values() for key in _keys(file))}
+        needed = self._committed(place, infos)
         folder = unquote(place.removeprefix(f"{_DATA}/"))
         for info in self._records(f"{folder}/"):
             keys = _keys(self._record(info.key))
@@ -204,6 +204,16 @@ class CommittedFiles:
         left = [info for info in infos if info.key not in needed]
         if not older_than_s or all(info.mtime < time.time() - older_than_s for info in infos):  # else: is being written
             self.store.delete_many([info.key for info in left])
+
+    def _committed(self, place: str, infos: Iterable[Any]) -> set[str]:
+        """Return the keys of data that committed folders need, of all that lies in a place."""
+        needed = set[str]()
+        for info in infos:
+            name = info.key[len(place) + 1 :]
+            owner = unquote(name.removeprefix(_OF))
+            if name.startswith(_OF) and (files := self._manifest(owner)):
+                needed |= {info.key, *(key for file in files.values() for key in _keys(file))}
+        return needed
 
     def _refuse_committed(self, path: str) -> None:
         for folder in PurePosixPath(path).parents:

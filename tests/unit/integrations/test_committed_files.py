@@ -57,6 +57,18 @@ def save(files: CommittedFiles, step: int, *, seed: int = 0, name: str = "model_
     files.commit(f"tmp_step_{step}", f"step_{step}")
 
 
+def test_a_file_written_again_under_the_temporary_name_costs_the_committed_folder_nothing(
+    opened: Callable[[], CommittedFiles],
+) -> None:
+    """Who committed it died before that name was gone; what is written there next replaces records, not its parts."""
+    killed(lambda: save(opened(), 5), "folder.after-commit")
+    put(opened(), "tmp_step_5/model_0.pt", content(3000, 1))
+    opened().delete("tmp_step_5/deep/state.json")
+    files = opened()
+    assert files.read("step_5/model_0.pt").readall() == content(3000, 0)
+    assert files.read("step_5/deep/state.json").readall() == b"{}"
+
+
 def data_keys(files: CommittedFiles) -> list[str]:
     return [info.key for info in files.store.list("data/")]
 
