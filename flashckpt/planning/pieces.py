@@ -7,7 +7,7 @@ of several runs (a column of a matrix) is cut one by one.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
@@ -23,6 +23,8 @@ from flashckpt.planning.read_plan import ReadPlan
 
 JOB_BYTES = 8 << 20
 """Most bytes one thread fetches at a time: bounds scratch memory to this per thread."""
+WIDE_JOB_BYTES = 32 << 20
+"""The same where bytes lie in memory and go to a device: there each job costs turns of the GIL rather than memory."""
 GAP_BYTES = 64 << 10
 """Unwanted bytes between two ranges that are read along rather than asked for separately."""
 MAX_RUNS = 1 << 16
@@ -152,6 +154,25 @@ def merge_pieces(pieces: Pieces) -> list[Job]:
     for low, high in itertools.pairwise([0, *other.tolist(), len(pieces)]):
         bounds += _job_starts(pieces.place[low:high], stops[low:high], low)
     return [Job(pieces, a, b) for a, b in itertools.pairwise([*bounds, len(pieces)])]
+
+
+def join_jobs(jobs: Iterable[Job], sources: Container[int]) -> list[Job]:
+    """Join jobs of these sources that follow each other, up to WIDE_JOB_BYTES from end to end; others stay as they are."""
+    joined: list[Job] = []
+    for job in jobs:
+        if joined and job.source in sources and _follows(joined[-1], job):
+            joined[-1] = Job(job.pieces, joined[-1].first, job.last)
+        else:
+            joined.append(job)
+    return joined
+
+
+def _follows(before: Job, job: Job) -> bool:
+    pieces, first, end = job.pieces, before.first, job.last - 1
+    if before.pieces is not pieces or before.last != job.first or before.source != job.source:
+        return False
+    nbytes = int(pieces.place[end] + pieces.stop[end] - pieces.start[end] - pieces.place[first])
+    return bool(pieces.object_id[first] == pieces.object_id[end]) and nbytes <= WIDE_JOB_BYTES
 
 
 def _in_order(pieces: Pieces) -> Ints:

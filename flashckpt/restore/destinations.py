@@ -37,8 +37,15 @@ class Target:
 class RowWriter(Protocol):
     """Writes into wanted shards whose memory has no address on the host (restore/device_rows.py). From any thread."""
 
-    def filling(self, row: int, at: int, nbytes: int) -> AbstractContextManager[memoryview]:
-        """Give memory to fill with what belongs at byte `at` of a shard; nothing is written where the block raises."""
+    def shares(self, rows: Ints, sizes: Ints) -> Iterator[Ints]:
+        """Yield which runs of so many bytes, as indices, can be filled together."""
+        ...
+
+    def filling(self, rows: Ints, at: Ints, sizes: Ints) -> AbstractContextManager[Ints]:
+        """Give host addresses to fill with what belongs at byte `at[k]` of shard `rows[k]`.
+
+        The runs are a share, or a single one. Nothing is written where the block raises.
+        """
         ...
 
     def write(self, rows: Ints, at: Ints, sources: Ints, sizes: Ints) -> None:
@@ -91,7 +98,12 @@ class Destinations:
 
     def view(self, target: int) -> Bytes:
         """Return the bytes of one shard, writable."""
-        return np.asarray(_Memory(int(self.addresses[target]), int(self.nbytes[target]), self.owners))
+        return memory_at(int(self.addresses[target]), int(self.nbytes[target]), self.owners)
+
+
+def memory_at(address: int, nbytes: int, owners: object) -> Bytes:
+    """Return host memory by its address, writable, as an array that keeps `owners` alive."""
+    return np.asarray(_Memory(address, nbytes, owners))
 
 
 class _Memory:

@@ -17,14 +17,16 @@ import torch
 
 from flashckpt.accelerator import host_buffer, runtime, waited_event
 from flashckpt.core.shard import round_up
-from flashckpt.planning.pieces import Runs
+from flashckpt.planning.pieces import WIDE_JOB_BYTES, Runs
 from flashckpt.restore.destinations import Bytes, Ints, copy_bytes, strided_blocks
 from flashckpt.shm.segment_file import address_of
 
-BLOCK_BYTES = 8 << 20
+BLOCK_BYTES = WIDE_JOB_BYTES
 """Of one block: what one thread fetches at a time."""
-BLOCKS = 16
+BLOCKS = 12
 """Blocks of one restore; more only where more threads fill one each at the same moment."""
+_ALONE_BYTES = 1 << 20
+"""On average, from which on runs of one block are copied one by one."""
 _ALIGN = 16
 """Runs that share a block begin at multiples of this: a kernel then copies them by whole words."""
 
@@ -53,21 +55,53 @@ class DeviceRows:
             self._streams[device] = self._api.Stream(device)
             self._streams[device].wait_event(queued)  # new memory may still be read by what used it before
 
-    @contextlib.contextmanager
-    def filling(self, row: int, at: int, nbytes: int) -> Iterator[memoryview]:
-        """Give host memory of `nbytes` to fill; behind the block its copy to byte `at` of the row is queued.
+    def shares(self, rows: Ints, sizes: Ints) -> Iterator[Ints]:
+        """Yield which runs go together, as indices: of one device, as many as a block holds."""
+        devices = [self.rows[row].device for row in rows.tolist()]
+        for device in dict.fromkeys(devices):
+            own = np.flatnonzero(np.array([one == device for one in devices]))
+            while len(own):
+                ends = np.cumsum(-(-sizes[own] // _ALIGN) * _ALIGN)
+                count = max(1, int(np.searchsorted(ends, BLOCK_BYTES, side="right")))
+                now, own = own[:count], own[count:]
+                yield now
 
-        Where the block raises, the row stays as it is.
+    @contextlib.contextmanager
+    def filling(self, rows: Ints, at: Ints, sizes: Ints) -> Iterator[Ints]:
+        """Give host memory to fill; behind the block its copies to the rows are queued.
+
+        Where the block raises, the rows stay as they are.
+
+        Args:
+            rows: int64[n], of one device: a share.
+            at: int64[n], byte in the row.
+            sizes: int64[n], bytes, 1 or more.
+
+        Yields:
+            int64[n], the host address of each run.
         """
-        target = self.rows[row]
-        staging = self._take(nbytes, target.device)
+        ends = np.cumsum(-(-sizes // _ALIGN) * _ALIGN)
+        starts, device = np.concatenate([[0], ends[:-1]]), self.rows[int(rows[0])].device
+        staging = self._take(int(ends[-1]), device)
         try:
-            yield memoryview(staging.numpy())[:nbytes]  # type: ignore[arg-type]  # numpy's arrays are buffers
+            yield staging.data_ptr() + starts
         except BaseException:
             self._give_back(staging)
             raise
-        with self._queueing(target.device, staging):
-            target[at : at + nbytes].copy_(staging[:nbytes], non_blocking=True)
+        with self._queueing(device, staging):
+            self._queue(_joined(rows, at, starts, sizes), staging)
+
+    def _queue(self, runs: list[tuple[int, int, int, int]], staging: torch.Tensor) -> None:
+        """Queue the copies of runs (row, byte in it, start in the block, bytes): small ones cross the bus together."""
+        total = runs[-1][2] + runs[-1][3]
+        if total < len(runs) * _ALONE_BYTES and len(runs) > 1:
+            arrived = torch.empty(round_up(total, _ALIGN), dtype=torch.uint8, device=self.rows[runs[0][0]].device)
+            arrived[:total].copy_(staging[:total], non_blocking=True)
+            pairs = [(self.rows[row][to : to + n], arrived[start : start + n]) for row, to, start, n in runs]
+            torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+            return
+        for row, to, start, n in runs:
+            self.rows[row][to : to + n].copy_(staging[start : start + n], non_blocking=True)
 
     def write(self, rows: Ints, at: Ints, sources: Ints, sizes: Ints) -> None:
         """Copy runs of host memory into rows; those of one device cross the bus together.
@@ -78,32 +112,9 @@ class DeviceRows:
             sources: int64[n], host addresses; they are read before this returns.
             sizes: int64[n], bytes, 1 or more.
         """
-        devices = [self.rows[row].device for row in rows.tolist()]
-        for device in dict.fromkeys(devices):
-            own = np.flatnonzero(np.array([one == device for one in devices]))
-            while len(own):
-                ends = np.cumsum(-(-sizes[own] // _ALIGN) * _ALIGN)
-                count = max(1, int(np.searchsorted(ends, BLOCK_BYTES, side="right")))
-                now, own = own[:count], own[count:]
-                self._write_some(device, rows[now], at[now], sources[now], sizes[now])
-
-    def _write_some(self, device: torch.device, rows: Ints, at: Ints, sources: Ints, sizes: Ints) -> None:
-        """Do what `write` says for runs that share one block."""
-        ends = np.cumsum(-(-sizes // _ALIGN) * _ALIGN)
-        starts = np.concatenate([[0], ends[:-1]])
-        total = int(ends[-1])
-        staging = self._take(total, device)
-        copy_bytes(staging.data_ptr() + starts, sources, sizes)
-        columns = zip(rows.tolist(), at.tolist(), starts.tolist(), sizes.tolist(), strict=True)
-        with self._queueing(device, staging):
-            if len(rows) == 1:
-                target = self.rows[int(rows[0])][int(at[0]) :][: int(sizes[0])]
-                target.copy_(staging[: int(sizes[0])], non_blocking=True)
-                return
-            arrived = torch.empty(total, dtype=torch.uint8, device=device)
-            arrived.copy_(staging[:total], non_blocking=True)
-            pairs = [(self.rows[row][to : to + n], arrived[start : start + n]) for row, to, start, n in columns]
-            torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+        for own in self.shares(rows, sizes):
+            with self.filling(rows[own], at[own], sizes[own]) as addresses:
+                copy_bytes(addresses, sources[own], sizes[own])
 
     def scatter(self, row: int, held: Bytes, start: int, found: Runs) -> int:
         """Do what `scatter.scatter` does, distributing the bytes on the device; return the bytes copied."""
@@ -162,3 +173,11 @@ class DeviceRows:
                 self._under_way.append((event, staging))
         else:
             event.synchronize()
+
+
+def _joined(rows: Ints, at: Ints, starts: Ints, sizes: Ints) -> list[tuple[int, int, int, int]]:
+    """Return runs as (row, byte in it, start in the block, bytes); those that go on where the one before ended are one."""
+    goes_on = (np.diff(rows) == 0) & (at[1:] == at[:-1] + sizes[:-1]) & (starts[1:] == starts[:-1] + sizes[:-1])
+    first = np.flatnonzero(np.concatenate([[True], ~goes_on]))
+    nbytes = np.add.reduceat(sizes, first)
+    return list(zip(rows[first].tolist(), at[first].tolist(), starts[first].tolist(), nbytes.tolist(), strict=True))

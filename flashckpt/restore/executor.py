@@ -30,12 +30,12 @@ from flashckpt.errors import DamagedError, FlashckptError
 from flashckpt.faults import crash_point
 from flashckpt.native.descriptors import DescriptorError
 from flashckpt.planning.box_match import Gap, SourceRow
-from flashckpt.planning.pieces import JOB_BYTES, Job, Pieces, cut_pieces, distinct, merge_pieces
+from flashckpt.planning.pieces import JOB_BYTES, Job, Pieces, cut_pieces, distinct, join_jobs, merge_pieces
 from flashckpt.planning.read_plan import ReadPlan, as_table, plan_gaps, plan_reads
 from flashckpt.report import guarded
-from flashckpt.restore.destinations import Destinations, Target, copy_bytes, scatter
+from flashckpt.restore.destinations import Destinations, Target, copy_bytes, memory_at, scatter
 from flashckpt.restore.lanes import SAMPLE_JOBS, Lanes
-from flashckpt.restore.sources import Source, Spans, copy_verified
+from flashckpt.restore.sources import Located, Source, Spans, copy_verified, verify_spans
 from flashckpt.shm.segment_file import FreshMemory, address_of
 
 # -- How long each phase of a restore took, and what no phase should pay for ---------------------------------------
@@ -96,6 +96,8 @@ INLINE_BYTES = 4 << 20
 """Below this a restore runs on the calling thread: starting threads would cost more."""
 DIRECT_BYTES = 64 << 10
 """From this size on bytes in memory are hashed in their new place right behind the copy, one range at a time."""
+_FEEDERS = 8
+"""Most threads that fill blocks for a device: with more they wait for the GIL, and nothing crosses the bus sooner (H200)."""
 
 _log = guarded(logging.getLogger(__name__))
 
@@ -216,9 +218,13 @@ def execute(
     counts = RestoreCounts()
     executor = _Executor(plan, destinations, sources, counts)
     jobs = merge_pieces(cut_pieces(plan)) if remote is None else remote.jobs(plan)
+    in_place = {source for source in distinct(plan.source) if sources[source].in_place}
+    if destinations.writer is not None:
+        jobs = join_jobs(jobs, {source for source in in_place if sources[source].tier == "memory"})
     counts.plan_s = time.perf_counter() - started
-    in_place = all(sources[source].in_place for source in distinct(plan.source))
-    counts.threads = 1 if plan.needed_bytes < INLINE_BYTES else threads or thread_count(waits=not in_place)
+    waits = len(in_place) < len(distinct(plan.source))
+    most = 16 if destinations.writer is None else _FEEDERS
+    counts.threads = 1 if plan.needed_bytes < INLINE_BYTES else threads or min(most, thread_count(waits=waits))
     before = [(s.meter.read_bytes, s.meter.requests, s.meter.read_s, s.meter.verify_s) for s in sources]
     crash_point("restore.before-read")
     executor.run_all(jobs, remote)
@@ -340,28 +346,45 @@ class _Executor:
         return None
 
     def _read_rest(self, pieces: Pieces, which: np.ndarray, source: Source) -> int:
-        """Read pieces that are too small for one call each; return the bytes copied."""
-        starts, stops = pieces.start[which], pieces.stop[which]
-        spans = Spans(pieces.row[which], starts, stops)
-        addresses = self._destinations.addresses[pieces.target[which]]
-        if bool((_is_whole(pieces, which) & (addresses != 0)).all()):
-            at = pieces.target_start[which] + starts - pieces.source_start[which]
-            # live tensors may be views of each other: one after another then
-            with contextlib.suppress(DescriptorError):
-                copy_verified(source, spans, source.located(spans), addresses + at)
-                return int((stops - starts).sum())
-        data, offsets = source.verified(spans)
+        """Read pieces that are too small for one call each, or go to a device; return the bytes copied."""
+        rows, starts, stops = pieces.row[which], pieces.start[which], pieces.stop[which]
+        data, found = source.located(Spans(rows, starts, stops))
+        offsets, targets = np.asarray(found, np.int64), pieces.target[which]
+        at = pieces.target_start[which] + starts - pieces.source_start[which]
+
+        def spans(own: np.ndarray) -> tuple[Spans, Located]:
+            return Spans(rows[own], starts[own], stops[own]), Located(data, offsets[own])
+
+        addresses, is_left = self._destinations.addresses[targets], ~_is_whole(pieces, which)
+        if len(host := np.flatnonzero(~is_left & (addresses != 0))):
+            try:
+                copy_verified(source, *spans(host), addresses[host] + at[host])
+            except DescriptorError:  # live tensors may be views of each other: one after another then
+                is_left[host] = True
+        if (writer := self._destinations.writer) is not None:
+            away, sizes = np.flatnonzero(~is_left & (addresses == 0)), stops - starts
+            for own in (away[share] for share in writer.shares(targets[away], sizes[away])):
+                with writer.filling(targets[own], at[own], sizes[own]) as memory:
+                    copy_verified(source, *spans(own), memory)
+        copied = int((stops - starts)[~is_left].sum())
+        return copied + self._read_parts(pieces, which[is_left], source, *spans(is_left)) if is_left.any() else copied
+
+    def _read_parts(self, pieces: Pieces, which: np.ndarray, source: Source, spans: Spans, found: Located) -> int:
+        """Verify pieces, then copy what is wanted of them; return the bytes copied."""
         started = time.perf_counter()
-        copied = self._copy(pieces, which, data, np.asarray(offsets, np.int64))
+        verify_spans(source, spans, found)
+        verified = time.perf_counter()
+        source.meter.add(0, 0.0, verified - started, requests=0)
+        copied = self._copy(pieces, which, found.data, np.asarray(found.offsets, np.int64))
         with self._lock:
-            self._counts.copy_s += time.perf_counter() - started
+            self._counts.copy_s += time.perf_counter() - verified
         return copied
 
     def _direct(self, job: Job, source: Source) -> np.ndarray:
         """Return which pieces to read straight into their target; one request for several beats that on storage.
 
         Where the target lies so that storage could only fill it by way of a buffer, the bytes are digested on their way out of
-        one of ours. Device memory is filled by way of page-locked memory, which lies right.
+        one of ours. Device memory is filled by way of page-locked memory, which lies right; out of a slot, with a whole job.
         """
         pieces, rows = job.pieces, job.rows
         start = pieces.start[rows]
@@ -369,7 +392,8 @@ class _Executor:
         at = addresses + pieces.target_start[rows] + start - pieces.source_start[rows]
         lies_right = (addresses == 0) | (at % source.page_bytes == 0)
         sizes = pieces.stop[rows] - start
-        worth_it = (sizes >= DIRECT_BYTES) if source.in_place else np.full(len(job), len(job) == 1)
+        on_host = sizes >= DIRECT_BYTES
+        worth_it = on_host & (addresses != 0) if source.in_place else np.full(len(job), len(job) == 1)
         found: np.ndarray = _is_whole(pieces, rows) & worth_it & lies_right
         return found
 
@@ -378,8 +402,8 @@ class _Executor:
         at = int(pieces.target_start[piece]) + start - int(pieces.source_start[piece])
         target, row = int(pieces.target[piece]), int(pieces.row[piece])
         if (writer := self._destinations.writer_of(target)) is not None:
-            with writer.filling(target, at, nbytes) as memory:
-                source.read(row, start, memory)
+            with writer.filling(*np.array([[target], [at], [nbytes]])) as (address,):
+                source.read(row, start, memory_at(int(address), nbytes, writer).data)
         else:
             if source.in_place:
                 self._fresh.make(int(self._destinations.addresses[target]) + at, nbytes)

@@ -21,6 +21,7 @@ from torch import nn
 from flashckpt import Checkpointer, accelerator
 from flashckpt.native.descriptors import figures_of_rows
 from flashckpt.restore import device_rows
+from flashckpt.restore.destinations import memory_at
 from flashckpt.restore.device_rows import DeviceRows
 from flashckpt.snapshot import device as device_module
 from flashckpt.snapshot import staging
@@ -216,12 +217,10 @@ def restored(seed: int, *, is_direct: bool = False) -> list[str]:
             part.fill_(9)  # still queued when the restore begins
         rows = DeviceRows(dict(enumerate(parts)))
         wanted = np.random.default_rng(seed).integers(0, 256, 200_000, np.uint8)
-        with rows.filling(1, 0, 200_000) as view:  # larger than a block
-            view[:] = wanted.data
-        for at_byte in range(0, 200_000, 50_000):
-            with rows.filling(0, at_byte, 50_000) as view:
-                view[:] = wanted[at_byte : at_byte + 50_000].data
-        del view
+        for row, size in ((1, 200_000), (0, 50_000)):  # the first is larger than a block
+            for at_byte in range(0, 200_000, size):
+                with rows.filling(*np.array([[row], [at_byte], [size]])) as (address,):
+                    memory_at(int(address), size, rows)[:] = wanted[at_byte : at_byte + size]
         scribbled = [np.full(200_000, 5, np.uint8) for _ in range(20)]
         rows.wait()
         found = [part.clone() for part in parts]

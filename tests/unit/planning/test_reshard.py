@@ -20,7 +20,7 @@ from flashckpt.core.shard_table import ShardTable
 from flashckpt.errors import ShardGapError
 from flashckpt.planning import box_match
 from flashckpt.planning.box_match import Gap, SourceRow
-from flashckpt.planning.pieces import JOB_BYTES, cut_pieces, merge_pieces, runs, split_runs
+from flashckpt.planning.pieces import JOB_BYTES, WIDE_JOB_BYTES, cut_pieces, join_jobs, merge_pieces, runs, split_runs
 from flashckpt.planning.read_plan import as_table, coverage, plan_gaps, plan_reads
 
 DTYPES = ("uint8", "int16", "float32", "complex128")
@@ -233,6 +233,13 @@ def test_pieces_bring_every_byte_once_whatever_their_runs(data: st.DataObject) -
         p, at = job.pieces, job.rows
         assert len({*zip(p.source[at].tolist(), p.object_id[at].tolist(), strict=True)}) == 1
         assert int((p.place[at] + p.stop[at] - p.start[at]).max() - p.place[at].min()) <= JOB_BYTES
+    joined = join_jobs(jobs, {0})
+    assert [row for job in joined for row in range(job.first, job.last)] == list(range(len(pieces)))
+    for job in joined:
+        p, at = job.pieces, job.rows
+        assert len({*zip(p.source[at].tolist(), p.object_id[at].tolist(), strict=True)}) == 1
+        nbytes = int((p.place[at] + p.stop[at] - p.start[at]).max() - p.place[at].min())
+        assert job in jobs or (job.source == 0 and nbytes <= WIDE_JOB_BYTES)
 
 
 @settings(max_examples=100, deadline=None)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,7 @@ from flashckpt import accelerator
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.planning.pieces import Runs
 from flashckpt.restore import device_rows, live_memory
-from flashckpt.restore.destinations import scatter
+from flashckpt.restore.destinations import memory_at, scatter
 from flashckpt.restore.device_rows import DeviceRows
 from flashckpt.restore.requirements import LiveRows
 from flashckpt.shm.segment_file import address_of
@@ -38,11 +38,17 @@ def noise(nbytes: int, seed: int = 0) -> Any:
     return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
 
 
+@contextmanager
+def filling(rows: DeviceRows, row: int, at: int, nbytes: int) -> Iterator[Any]:
+    with rows.filling(np.array([row]), np.array([at]), np.array([nbytes])) as (address,):
+        yield memory_at(int(address), nbytes, rows)
+
+
 def fill(rows: DeviceRows, row: int, wanted: Any, step: int = 4000) -> None:
     for at in range(0, len(wanted), step):
         part = wanted[at : at + step]
-        with rows.filling(row, at, len(part)) as memory:
-            memory[:] = part.tobytes()
+        with filling(rows, row, at, len(part)) as memory:
+            memory[:] = part
 
 
 def test_blocks_are_used_again_only_once_their_bytes_have_arrived(late: LateCuda) -> None:
@@ -103,6 +109,23 @@ def test_many_runs_cross_the_bus_together(late: LateCuda, monkeypatch: pytest.Mo
     )
 
 
+@pytest.mark.parametrize("alone", [1, 1 << 20], ids=["one by one", "together"])
+def test_only_runs_that_go_on_become_one_copy(alone: int, late: LateCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_rows, "_ALONE_BYTES", alone)
+    live = {row: torch.zeros(400, dtype=torch.uint8) for row in range(2)}
+    rows, at, sizes = np.array([0, 0, 0, 1, 1]), np.array([0, 64, 200, 264, 10]), np.array([64, 64, 64, 7, 9])
+    held = noise(int(sizes.sum()))
+    starts = np.cumsum(sizes) - sizes
+    with late:
+        writer = DeviceRows(live)
+        writer.write(rows, at, address_of(held) + starts, sizes)
+        writer.wait()
+    wanted = np.zeros((2, 400), np.uint8)
+    for row, to, start, n in zip(rows, at, starts, sizes, strict=True):
+        wanted[row, to : to + n] = held[start : start + n]
+    assert np.array_equal(torch.stack([live[0], live[1]]).numpy(), wanted)
+
+
 @pytest.mark.parametrize("start", [0, 100])
 def test_runs_are_distributed_as_on_the_host(start: int, late: LateCuda) -> None:
     found = Runs(source_starts=np.arange(47) * 64 + 40, target_starts=np.arange(47) * 24 + 8, nbytes=24)
@@ -121,8 +144,8 @@ def test_what_could_not_be_verified_does_not_reach_the_device(late: LateCuda) ->
     live = torch.zeros(100, dtype=torch.uint8)
     with late:
         rows = DeviceRows({0: live})
-        with suppress(OSError), rows.filling(0, 0, 100) as memory:
-            memory[:] = b"x" * 100
+        with suppress(OSError), filling(rows, 0, 0, 100) as memory:
+            memory[:] = 120
             raise OSError
         rows.wait()
     assert not live.any()

@@ -7,11 +7,14 @@ import itertools
 import mmap
 from math import prod
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.fake_cuda import LateCuda
 
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.records import CHUNK_BYTES, chunk_digests
@@ -19,10 +22,11 @@ from flashckpt.core.shard import ITEMSIZE, Shard, place
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.errors import DamagedError, ShardGapError
 from flashckpt.planning.pieces import JOB_BYTES, cut_pieces
-from flashckpt.planning.read_plan import plan_reads
+from flashckpt.planning.read_plan import as_table, plan_reads
+from flashckpt.restore import device_rows, sources
 from flashckpt.restore import executor as restore
-from flashckpt.restore import sources
 from flashckpt.restore.destinations import Destinations
+from flashckpt.restore.device_rows import DeviceRows
 from flashckpt.restore.executor import RestoreCounts, Target, execute_reads
 from flashckpt.restore.sources import Source, StorageSource
 from flashckpt.shm.segment_file import address_of
@@ -192,6 +196,63 @@ def test_small_tensors_are_copied_and_compared_with_their_digests_in_one_pass(
     counts = restored(packs, many, [found, packs.source("b", [many])])
     assert len(counts.damaged) == 1
     assert "'t077'" in counts.damaged[0]
+
+
+def on_device(
+    packs: Packs, wanted: list[Shard], sources: list[StorageSource], late: LateCuda
+) -> tuple[RestoreCounts, int]:
+    """Restore every third shard to the host and the others to a device; return also how many blocks were filled."""
+    live = [torch.full((one.nbytes,), 0xAA, dtype=torch.uint8) for one in wanted]
+    away = {row: part for row, part in enumerate(live) if row % 3 and part.nbytes}
+    addresses = np.array([0 if row in away else part.data_ptr() for row, part in enumerate(live)], np.int64)
+    table = as_table(wanted)
+    with late:
+        writer = DeviceRows(away)
+        asked = Mock(side_effect=writer.filling)
+        writer.filling = asked  # type: ignore[method-assign]
+        destinations = Destinations(addresses=addresses, nbytes=table.nbytes, owners=live, writer=writer)
+        counts = restore.execute_table(table, destinations, sources, threads=1)
+        writer.wait()
+    for one, part in zip(wanted, live, strict=True):
+        assert part.numpy().tobytes() == packs.cut(one), one
+    return counts, asked.call_count
+
+
+@pytest.mark.parametrize("is_slot", [True, False], ids=["memory", "storage"])
+@pytest.mark.parametrize("eager", ["", "main", "side"])
+def test_rows_of_host_and_device_come_back_from_one_source(
+    packs: Packs, eager: str, is_slot: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = LateCuda(eager)
+    monkeypatch.setattr(device_rows, "cuda", late)
+    monkeypatch.setattr(device_rows, "BLOCKS", 1)  # used again and again
+    many = [shard(f"t{k:03d}", (k + 1, 3)) for k in range(200)] + [shard("big", (10, CHUNK_BYTES // 4))] * 2
+    whole = [*many, shard("w", (300, 5000)), *rows("v", (6000, 700), 2)]
+    source = packs.source("a", [whole])
+    source.in_place, source.tier = is_slot, "memory" if is_slot else "storage"
+    counts, blocks = on_device(
+        packs, [*whole[:-3], *rows("w", (300, 5000), 3, dim=1), shard("v", (6000, 700))], [source], late
+    )
+    assert counts.damaged == []
+    assert counts.threads == 1
+    assert blocks <= 16, "not one for each of 130 tensors"
+
+
+@pytest.mark.parametrize("eager", ["", "side"])
+def test_damage_on_the_way_to_a_device_is_replaced_there(
+    packs: Packs, eager: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = LateCuda(eager)
+    monkeypatch.setattr(device_rows, "cuda", late)
+    many = [shard(f"t{k:03d}", (k + 1, 30)) for k in range(100)] + [shard("w", (40, CHUNK_BYTES // 4))]
+    near, far = packs.source("near", [many]), packs.source("far", [[one] for one in many])
+    near.in_place, near.tier = True, "memory"
+    for name, at in (("t076", 5), ("w", 33 * CHUNK_BYTES)):
+        (row,) = near.manifest.table.rows(name)
+        packs.flip("near/r0.fck", int(near.manifest.table.byte_offset[row]) + at)
+    counts, _ = on_device(packs, many, [near, far], late)
+    assert len(counts.damaged) == 2
+    assert counts.needed_bytes["storage"] == many[76].nbytes + CHUNK_BYTES
 
 
 @pytest.mark.parametrize("at", [0, 64], ids=["a page", "where malloc puts it"])
