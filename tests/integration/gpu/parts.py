@@ -48,6 +48,7 @@ PARTS = (
     ),
     tests("tests: jobs", "test_gpu_jobs.py", 90, 40),
     tests("tests: trainer", "test_gpu_trainer.py", 70, 40),
+    numbers("numbers: parts of a restart", "gpu_restore.py", "--gb=16", seconds=60, least=40, on_cpu=("--gb=0.1",)),
     numbers(
         "numbers: every 1, 5, 20", "gpu_intervals.py", "--gb=8", seconds=45, least=30,
         on_cpu=("--gb=0.03", "--step-s=0.05"),
