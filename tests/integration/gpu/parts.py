@@ -39,22 +39,22 @@ def numbers(name: str, program: str, *words: str, seconds: int, least: int, on_c
 
 
 PARTS = (
-    tests("tests: staging", "test_gpu_staging.py", 60, 20),
+    tests("tests: staging", "test_gpu_staging.py", 50, 20),
     numbers("numbers: bus", "gpu_bus.py", seconds=25, least=15, on_cpu=("--mb=64",)),
-    numbers("numbers: 8 GB", "gpu_snapshots.py", "--gb=8", seconds=75, least=40, on_cpu=("--gb=0.05", "--step-s=0.1")),
+    numbers("numbers: 8 GB", "gpu_snapshots.py", "--gb=8", seconds=65, least=40, on_cpu=("--gb=0.05", "--step-s=0.1")),
     numbers(
         "numbers: restart", "gpu_restart.py", "--gb=16", "--standby=1", seconds=90, least=60,
         on_cpu=("--gb=0.05", "--kills=1"),
     ),
-    tests("tests: jobs", "test_gpu_jobs.py", 90, 40),
+    tests("tests: jobs", "test_gpu_jobs.py", 85, 40),
     tests("tests: trainer", "test_gpu_trainer.py", 70, 40),
-    numbers("numbers: parts of a restart", "gpu_restore.py", "--gb=16", seconds=60, least=40, on_cpu=("--gb=0.1",)),
+    numbers("numbers: parts of a restart", "gpu_restore.py", "--gb=16", seconds=45, least=35, on_cpu=("--gb=0.1",)),
     numbers(
         "numbers: every 1, 5, 20", "gpu_intervals.py", "--gb=8", seconds=45, least=30,
         on_cpu=("--gb=0.03", "--step-s=0.05"),
     ),
     numbers(
-        "numbers: 32 GB", "gpu_snapshots.py", "--gb=32", "--slots=2", "--methods=flashckpt", seconds=80, least=60,
+        "numbers: 32 GB", "gpu_snapshots.py", "--gb=32", "--slots=2", "--methods=flashckpt", seconds=65, least=60,
         on_cpu=("--gb=0.1", "--step-s=0.2"),
     ),
 )  # fmt: skip
