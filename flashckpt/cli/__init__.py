@@ -1,1 +1,1 @@
-"""The `flashckpt` command, one module per subcommand. Torch-free."""
+"""The `flashckpt` command; its subcommands are entry points. Torch-free."""

@@ -22,10 +22,10 @@ from flashckpt.errors import ConfigError, DataError
 from flashckpt.sampler import JsonLines, MegatronFile, TextLines, TokenFile
 from flashckpt.trainer.config import from_values, read_config
 from flashckpt.trainer.config.eval import ProbeConfig
-from flashckpt.trainer.data import vocabulary
 from flashckpt.trainer.data.mixed import MixedDataset, channels_of
 from flashckpt.trainer.data.prepared import check_sources
 from flashckpt.trainer.data.token_windows import Shards
+from flashckpt.trainer.prepare import vocabulary
 from flashckpt.trainer.prepare.command import data as data_command
 from flashckpt.trainer.prepare.corpus import _file_texts, is_held_out
 from flashckpt.trainer.prepare.documents import documents_of, parts_of
