@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from flashckpt.errors import ConfigError, DataError, LayoutError
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.data.prepared import check_prepared
-from flashckpt.trainer.model.flops import count_parameters, training_days
+from flashckpt.trainer.flops import count_parameters, training_days
 from flashckpt.trainer.parallel.layout import Layout
 from flashckpt.trainer.plan.forecast import OUTSIDE, StepTime
 from flashckpt.trainer.plan.gpus import Gpu

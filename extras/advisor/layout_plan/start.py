@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flashckpt.trainer.config import RunConfig
-from flashckpt.trainer.model.flops import flops_per_token, peak_tflops
+from flashckpt.trainer.flops import flops_per_token, peak_tflops
 from flashckpt.trainer.parallel.layout import Layout
 from flashckpt.trainer.plan.forecast import Memory, is_plain, memory, speed, step_time
 from flashckpt.trainer.plan.gpus import GPUS, Gpu, gpu_of_device

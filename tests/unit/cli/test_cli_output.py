@@ -23,7 +23,8 @@ from flashckpt.checkpoint.catalog import read_manifest
 from flashckpt.cli import common
 from flashckpt.cli import main as cli
 from flashckpt.cli.output import FittingTable
-from flashckpt.console import diff, gc, inspect, status, status_page
+from flashckpt.commands import gc, status, status_page
+from flashckpt.console import diff, inspect
 from flashckpt.errors import DamagedError, StoreError
 from flashckpt.printable import counted, plain, printable, to_json
 from flashckpt.report import PrintableFormatter

@@ -1,4 +1,4 @@
-"""How many parameters a model has, how many FLOPs its training takes, and what devices can do at most. Pure."""
+"""FLOPs of a model and its training, its parameters, and what devices can do at most. Pure."""
 
 from __future__ import annotations
 
