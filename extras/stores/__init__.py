@@ -1,4 +1,4 @@
-"""Stores found by entry points: s3:// by s3fs or obstore, webhdfs://, all others of fsspec.
+"""Stores found by entry points: s3://, webhdfs://, all others of fsspec.
 
 In and out: as `flashckpt.storage`.
 """

@@ -1,4 +1,4 @@
-"""FLOPs of a model and its training, its parameters, and what devices can do at most. Pure."""
+"""FLOPs and parameters of a model, and what devices can do at most. Pure."""
 
 from __future__ import annotations
 
