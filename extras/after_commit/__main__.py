@@ -17,7 +17,7 @@ from collections import deque
 from typing import Any, NamedTuple
 
 from flashckpt.after_commit.tasks import Due, Task, due_now, read_tasks
-from flashckpt.checkpoint.leases import leased
+from flashckpt.checkpoint.retention import leased
 from flashckpt.daemon.machine.process import die_with_parent
 from flashckpt.environment import env
 from flashckpt.errors import FencedError, FlashckptError, NoCheckpointError

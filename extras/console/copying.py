@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from flashckpt.checkpoint.catalog import newest_checkpoint, read_manifest_bytes, whole_manifest
-from flashckpt.checkpoint.leases import leased
 from flashckpt.checkpoint.merging import refuse_gaps
+from flashckpt.checkpoint.retention import leased
 from flashckpt.checkpoint.root_records import (
     LATEST,
     MANIFEST,

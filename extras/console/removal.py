@@ -6,8 +6,7 @@ import click
 from rich.table import Table
 
 from flashckpt.checkpoint.catalog import CheckpointInfo, look_at, read_contents
-from flashckpt.checkpoint.leases import leased_prefixes
-from flashckpt.checkpoint.retention import delete, kept_prefixes
+from flashckpt.checkpoint.retention import delete, kept_prefixes, leased_prefixes
 from flashckpt.checkpoint.root_records import read_generations
 from flashckpt.cli.common import (
     Command,

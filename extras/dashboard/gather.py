@@ -18,8 +18,7 @@ from flashckpt.checkpoint.history import (
     read_series,
     summary,
 )
-from flashckpt.checkpoint.leases import leased_prefixes
-from flashckpt.checkpoint.retention import Policy, choose_expired, kept_prefixes
+from flashckpt.checkpoint.retention import Policy, choose_expired, kept_prefixes, leased_prefixes
 from flashckpt.cli.common import abandoned, open_root
 from flashckpt.commands.status import describe
 from flashckpt.core.incident import as_values

@@ -24,7 +24,7 @@ from torch.futures import Future
 
 from flashckpt.checkpoint.catalog import CheckpointInfo, read_manifest
 from flashckpt.checkpoint.choice import choose_checkpoint
-from flashckpt.checkpoint.leases import reading
+from flashckpt.checkpoint.retention import reading
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard import Shard
 from flashckpt.dcp.contents import Contents, contents_of

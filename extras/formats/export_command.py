@@ -12,7 +12,7 @@ import click
 from rich.table import Table
 
 from flashckpt.checkpoint.catalog import CheckpointInfo
-from flashckpt.checkpoint.leases import reading
+from flashckpt.checkpoint.retention import reading
 from flashckpt.cli.common import (
     Command,
     choose,

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from flashckpt.checkpoint.catalog import RootContents, read_contents
 from flashckpt.checkpoint.intents import INTENTS, list_intents, read_intents
-from flashckpt.checkpoint.leases import leased_prefixes
 from flashckpt.checkpoint.retention import (
     KEEP,
     TOMBSTONE_AGE_S,
@@ -21,6 +20,7 @@ from flashckpt.checkpoint.retention import (
     Swept,
     claims_among,
     is_tombstone,
+    leased_prefixes,
     missing_entries,
     mistaken_entries,
     prune,

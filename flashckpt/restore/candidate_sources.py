@@ -17,7 +17,7 @@ import numpy as np
 from flashckpt import collectives
 from flashckpt.checkpoint import catalog
 from flashckpt.checkpoint.catalog import manifest_from, read_manifest_bytes
-from flashckpt.checkpoint.leases import leased
+from flashckpt.checkpoint.retention import leased
 from flashckpt.checkpoint.spread_reads import read_part, with_values
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.schema import HEADER, figures_from

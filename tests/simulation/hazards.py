@@ -6,8 +6,7 @@ import contextlib
 from collections.abc import Callable
 from functools import partial
 
-from flashckpt.checkpoint.leases import reading
-from flashckpt.checkpoint.retention import Policy, keep, prune, tombstone
+from flashckpt.checkpoint.retention import Policy, keep, prune, reading, tombstone
 from flashckpt.checkpoint.root_records import MANIFEST, parse_prefix, prefix_of
 from flashckpt.checkpoint.sweeping import sweep
 from flashckpt.core.snapshot_id import SnapshotId

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from flashckpt.checkpoint.catalog import read_root
-from flashckpt.checkpoint.leases import reading
+from flashckpt.checkpoint.retention import reading
 from flashckpt.checkpoint.root_records import prefix_of
 from flashckpt.core.lineage import Generation
 from flashckpt.core.manifest import Manifest

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.checkpoint.compression import Codec, Frame, PackedObjects, compressed_parts
 from flashckpt.checkpoint.intents import decode_intent, decode_proposal, encode_intent, encode_proposal
-from flashckpt.checkpoint.leases import encode_lease, leased_prefixes
 from flashckpt.checkpoint.merging import refuse_gaps
+from flashckpt.checkpoint.retention import encode_lease, leased_prefixes
 from flashckpt.checkpoint.root_records import decode_claim, encode_claim
 from flashckpt.core import superblock
 from flashckpt.core.intent import Intent, NodeProposal

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from flashckpt.checkpoint.leases import reading
+from flashckpt.checkpoint.retention import reading
 from flashckpt.cli.common import choose
 from flashckpt.core.shard import ITEMSIZE, Shard
 from flashckpt.errors import ConfigError, DamagedError, ShardGapError

@@ -28,9 +28,8 @@ from flashckpt.after_commit import extension
 from flashckpt.after_commit.__main__ import MOST_DUE, Assignment, Worker
 from flashckpt.after_commit.tasks import read_tasks
 from flashckpt.checkpoint.catalog import list_checkpoints
-from flashckpt.checkpoint.leases import leased_prefixes
 from flashckpt.checkpoint.marks import keep_as, names_of
-from flashckpt.checkpoint.retention import Policy, prune
+from flashckpt.checkpoint.retention import Policy, leased_prefixes, prune
 from flashckpt.checkpoint.root_records import claim_generation, prefix_of
 from flashckpt.commands.verify import verify_checkpoint
 from flashckpt.core.lineage import Generation

@@ -23,8 +23,21 @@ from flashckpt.checkpoint.catalog import (
     read_manifest,
 )
 from flashckpt.checkpoint.intents import abandon_intent, abandoned_reason, close_intent, list_intents, put_intent
-from flashckpt.checkpoint.leases import LEASE_S, ReadLease, decode_lease, leased, leased_prefixes, reading
-from flashckpt.checkpoint.retention import TOMBSTONE_AGE_S, Policy, choose_expired, keep, kept_prefixes, prune, unkeep
+from flashckpt.checkpoint.retention import (
+    LEASE_S,
+    TOMBSTONE_AGE_S,
+    Policy,
+    ReadLease,
+    choose_expired,
+    decode_lease,
+    keep,
+    kept_prefixes,
+    leased,
+    leased_prefixes,
+    prune,
+    reading,
+    unkeep,
+)
 from flashckpt.checkpoint.root_records import (
     CATALOG,
     MANIFEST,

@@ -15,8 +15,7 @@ from support.slots import make_pin, shard
 from flashckpt import faults
 from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.checkpoint.intents import abandon_intent, put_intent
-from flashckpt.checkpoint.leases import ReadLease
-from flashckpt.checkpoint.retention import Policy, keep, prune
+from flashckpt.checkpoint.retention import Policy, ReadLease, keep, prune
 from flashckpt.checkpoint.root_records import MANIFEST, prefix_of
 from flashckpt.checkpoint.sweeping import is_full, make_room
 from flashckpt.checkpoint.writer import PersistOptions, commit, persist_slot

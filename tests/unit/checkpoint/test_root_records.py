@@ -10,7 +10,7 @@ from support.slots import make_pin, shard
 
 from flashckpt.checkpoint.catalog import list_checkpoints, newest_checkpoint, read_root
 from flashckpt.checkpoint.intents import list_intents, put_intent
-from flashckpt.checkpoint.leases import ReadLease, leased_prefixes
+from flashckpt.checkpoint.retention import ReadLease, leased_prefixes
 from flashckpt.checkpoint.root_records import check_fence, claim_generation, claimed_token, prefix_of, read_generations
 from flashckpt.checkpoint.writer import commit, persist_slot
 from flashckpt.core.intent import Intent

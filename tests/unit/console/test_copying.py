@@ -14,9 +14,8 @@ from support.slots import make_pin, shard
 
 from flashckpt.checkpoint import indexes, merging
 from flashckpt.checkpoint.catalog import list_checkpoints, newest_checkpoint, read_manifest
-from flashckpt.checkpoint.leases import leased_prefixes
 from flashckpt.checkpoint.marks import keep_as
-from flashckpt.checkpoint.retention import Policy, prune
+from flashckpt.checkpoint.retention import Policy, leased_prefixes, prune
 from flashckpt.checkpoint.root_records import LATEST, MANIFEST, claim_generation, prefix_of, read_generations
 from flashckpt.checkpoint.sweeping import sweep
 from flashckpt.checkpoint.writer import PersistOptions, commit, persist_slot

@@ -13,8 +13,7 @@ from support.memory import killed_at
 from support.slots import make_pin, shard
 
 from flashckpt.checkpoint.catalog import list_checkpoints, read_contents
-from flashckpt.checkpoint.leases import ReadLease
-from flashckpt.checkpoint.retention import delete, keep
+from flashckpt.checkpoint.retention import ReadLease, delete, keep
 from flashckpt.checkpoint.root_records import MANIFEST, claim_generation, prefix_of
 from flashckpt.checkpoint.sweeping import sweep
 from flashckpt.checkpoint.writer import commit, persist_slot

@@ -21,7 +21,7 @@ from support.memory import request_of
 from support.paths import ROOT, TESTS
 
 from flashckpt.checkpoint.intents import decode_intent, decode_proposal, encode_intent, encode_proposal
-from flashckpt.checkpoint.leases import decode_lease, encode_lease
+from flashckpt.checkpoint.retention import decode_lease, encode_lease
 from flashckpt.checkpoint.root_records import decode_claim, encode_claim
 from flashckpt.core import superblock
 from flashckpt.core.intent import Intent, NodeProposal
