@@ -147,7 +147,11 @@ def test_every_command_says_every_error_in_one_form(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    for place in ("interop.import_command.open_foreign", "commands.status.jobs_in_memory", "storage.posix.PosixStore.check"):
+    for place in (
+        "interop.import_command.open_foreign",
+        "commands.status.jobs_in_memory",
+        "storage.posix.PosixStore.check",
+    ):
         monkeypatch.setattr(f"flashckpt.{place}", fail)
     wanted: dict[type[BaseException], set[int]] = {KeyboardInterrupt: {130}, OSError: {74, 10}, StoreError: {41}}
     for line in ("ls R", "inspect R", "verify R", "keep R 10", "diff R 10 20", "gc R", "export R --to x.pt",
