@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 import tempfile
 import threading
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 
 from flashckpt import Checkpointer
+from flashckpt.daemon.machine.process import become_subreaper
 from flashckpt.report import RestoreReport
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
@@ -141,14 +143,23 @@ PATHS: dict[str, Callable[[Path], Trace]] = {
 }
 
 
+def await_persisters() -> None:
+    """Wait until the persisters have ended, which were left to this process: they write to their roots to the last."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.wait()
+
+
 def main() -> None:
     """Print the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--by", choices=["module", "function"])
     options = parser.parse_args()
+    become_subreaper()
     with tempfile.TemporaryDirectory() as folder:
         roots = (Path(folder, f"{Path(folder).name}-{number}") for number in range(len(PATHS)))
         found = {name: path(root) for (name, path), root in zip(PATHS.items(), roots, strict=True)}
+        await_persisters()
     print(f"{'':24}{'modules':>8}{'calls':>8}")
     for name, trace in found.items():
         print(f"{name:24}{len(trace.modules):8}{trace.modules.total():8}")

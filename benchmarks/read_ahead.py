@@ -23,11 +23,11 @@ import torch
 
 from flashckpt.trainer.config import RunConfig, from_values
 from flashckpt.trainer.data.mixed import MixedDataset
-from flashckpt.trainer.data.prepare import prepare
 from flashckpt.trainer.data.training_data import TrainingData
 from flashckpt.trainer.data.windows import Batch
 from flashckpt.trainer.parallel.distributed import process_group
 from flashckpt.trainer.parallel.layout import resolve_layout
+from flashckpt.trainer.prepare.shards import prepare
 from flashckpt.trainer.train.loop import Trainer
 
 

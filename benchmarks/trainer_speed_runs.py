@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from flashckpt.trainer.data.vocabulary import byte_tokenizer
+from flashckpt.trainer.prepare.vocabulary import byte_tokenizer
 
 HERE = Path(__file__).parent
 ROWS, SEQ_LEN = 4, 256

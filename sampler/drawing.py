@@ -136,6 +136,3 @@ def _loader_above() -> Any:
             return found
         frame = frame.f_back
     return None
-
-
-__all__ = ["Drawing"]

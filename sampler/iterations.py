@@ -253,6 +253,3 @@ class Iterations:
                 pace.in_a_row = 0
             pace.rows = rows
         return found
-
-
-__all__ = ["Iterations", "LeadWatch"]

@@ -78,9 +78,8 @@ def main(words: Sequence[str] | None = None) -> int:
             return 0
         env.check("trainer")
         if is_plugged:
-            command: TrainerCommand = entry_points.load(entry_points.TRAINER, rest[0])
-            return command(rest[1:])
-        return _data(rest[1:]) if rest[:1] == ["data"] else _run(rest)
+            return _command(rest)
+        return _command(rest) if rest[:1] == ["data"] else _run(rest)
     except FlashckptError as error:
         report_once(error)
         return error.exit_code
@@ -146,11 +145,9 @@ def _is_plugged(words: list[str]) -> bool:
     return has_name and entry_points.find(entry_points.TRAINER, words[0]) is not None
 
 
-def _data(words: list[str]) -> int:
-    from flashckpt.trainer.data.command import data
-
-    path = take_value(words, "--config")
-    return data(words, path)
+def _command(words: list[str]) -> int:
+    command: TrainerCommand = entry_points.load(entry_points.TRAINER, words[0])
+    return command(words[1:])
 
 
 def _train(config: RunConfig, profiled: Profiled) -> int:

@@ -19,6 +19,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import PContext, RunProcsResult
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from flashckpt import entry_points
 from flashckpt.daemon.launcher import hang, job_secret, spawn_main
 from flashckpt.daemon.launcher.failure import WorkerExit, first_failure, read_error
 from flashckpt.daemon.launcher.log_folders import logs_elsewhere, opened
@@ -50,7 +51,10 @@ class ScriptCommand:
     module: bool
 
 
-TRAINER_REHEARSAL = {"flashckpt.trainer": "flashckpt.trainer.rehearsal:rehearse"}
+def _own_rehearsal(module: str) -> str:
+    """Return what rehearses a step of a module; "" for one that is not the trainer."""
+    entry = entry_points.find(entry_points.EXTRAS, "rehearsal") if module == "flashckpt.trainer" else None
+    return "" if entry is None else entry.target
 
 
 @dataclass(kw_only=True)
@@ -128,7 +132,7 @@ class WorkerContext(PContext):
             return
         first = min(self._scripts)
         script = self._scripts[first]
-        if target := asked or (TRAINER_REHEARSAL.get(script.argv[0], "") if script.module else ""):
+        if target := asked or (_own_rehearsal(script.argv[0]) if script.module else ""):
             self._zygote.rehearse(target, self._request(first, script), is_asked=bool(asked))
 
     def keep_standbys(self, agent_dir: Path) -> None:

@@ -61,7 +61,6 @@ LATER_MODULES = (
     "torch.utils.checkpoint",
     "flashckpt.trainer.train.loop",
     "flashckpt.trainer.config",
-    "flashckpt.rehearsal",
 )
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 """Variables that keep numpy and torch from starting thread pools at import; workers get their real values back."""

@@ -22,7 +22,7 @@ from flashckpt.checkpoint.root_records import (
     read_generations,
 )
 from flashckpt.checkpoint.spread_reads import copy_indexes, with_values
-from flashckpt.cli.verify import Span, requests_of
+from flashckpt.commands.verify import Span, requests_of
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.spread import decode_spread, is_spread
 from flashckpt.errors import ConfigError, DamagedError, FencedError, ObjectMissingError

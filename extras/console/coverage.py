@@ -14,7 +14,7 @@ import numpy as np
 from rich.table import Table
 
 from flashckpt.cli.common import human_bytes, jobs_on_this_machine, new_table
-from flashckpt.cli.replicas import lag_in_words, replica_slots
+from flashckpt.commands.replicas import lag_in_words, replica_slots
 from flashckpt.core.lineage import is_rolled_back
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard import Shard

@@ -22,7 +22,7 @@ from flashckpt.cli.common import (
     parse_options,
     show,
 )
-from flashckpt.cli.progress import progress
+from flashckpt.commands.progress import progress
 from flashckpt.console.copying import copy_checkpoint
 from flashckpt.dcp.direct_writer import refuse_running_job
 from flashckpt.errors import ConfigError, RootError

@@ -21,7 +21,7 @@ from rich.text import Text
 from flashckpt import __version__
 from flashckpt.checkpoint.history import HISTORY
 from flashckpt.cli.common import Command, human_bytes, json_option, parse_options, show
-from flashckpt.cli.quantity import SIZE
+from flashckpt.commands.quantity import SIZE
 from flashckpt.environment import env
 from flashckpt.errors import ConfigError, FlashckptError
 from flashckpt.native import implementation

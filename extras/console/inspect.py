@@ -29,8 +29,8 @@ from flashckpt.cli.common import (
     words_of,
 )
 from flashckpt.cli.output import FittingTable
-from flashckpt.cli.replicas import lags
-from flashckpt.cli.status_page import in_short
+from flashckpt.commands.replicas import lags
+from flashckpt.commands.status_page import in_short
 from flashckpt.console.coverage import coverage_rows, coverage_table, parse_layout, plan_layout, plan_table
 from flashckpt.core.incident import as_values
 from flashckpt.core.manifest import Manifest

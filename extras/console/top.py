@@ -30,7 +30,7 @@ from flashckpt.cli.common import (
     new_table,
 )
 from flashckpt.cli.output import FittingTable
-from flashckpt.cli.status_page import block
+from flashckpt.commands.status_page import block
 from flashckpt.dashboard.gather import PageSource
 from flashckpt.native import implementation
 from flashckpt.printable import counted, printable, to_json

@@ -20,7 +20,7 @@ from flashckpt.checkpoint.history import (
 )
 from flashckpt.checkpoint.retention import Policy, choose_expired, kept_prefixes, leased_prefixes
 from flashckpt.cli.common import abandoned, open_root
-from flashckpt.cli.status import describe
+from flashckpt.commands.status import describe
 from flashckpt.core.incident import as_values
 from flashckpt.core.rank_table import RankTimes
 from flashckpt.core.records import pack

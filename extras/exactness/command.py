@@ -11,7 +11,7 @@ from rich.console import Group
 
 from flashckpt.bench import scratch
 from flashckpt.cli.common import Command, json_option, new_table, show
-from flashckpt.cli.quantity import DURATION
+from flashckpt.commands.quantity import DURATION
 from flashckpt.exactness import comparing
 from flashckpt.exactness.comparing import EXACT, Judgement
 from flashckpt.exactness.runs import NotCheckedError, Ran, Script

@@ -25,8 +25,8 @@ from flashckpt.cli.common import (
     show,
     step_option,
 )
-from flashckpt.cli.progress import progress
-from flashckpt.cli.quantity import parse_size
+from flashckpt.commands.progress import progress
+from flashckpt.commands.quantity import parse_size
 from flashckpt.core.manifest import Manifest
 from flashckpt.errors import ConfigError
 from flashckpt.interop import safetensors_files as st

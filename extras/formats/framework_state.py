@@ -98,10 +98,10 @@ def _shape_of(own: Mapping[str, Any]) -> tuple[int, ...] | None:
     return shapes.pop() if len(shapes) == 1 else None
 
 
-def shapes_of(state: StateDict, label: str = MODEL) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of the tensors below a label, in the order in which they were read."""
+def shapes_of(state: StateDict) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape of the tensors of the model, in the order in which they were read."""
     return {
-        row.shard.fqn.removeprefix(f"{label}."): row.shard.global_shape
+        row.shard.fqn.removeprefix(f"{MODEL}."): row.shard.global_shape
         for row in state.tensors
-        if row.shard.fqn.startswith(f"{label}.")
+        if row.shard.fqn.startswith(f"{MODEL}.")
     }

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from flashckpt import entry_points
 from flashckpt.cli.common import Command, human_bytes, json_option, new_table, parse_options, show
-from flashckpt.cli.progress import progress
+from flashckpt.commands.progress import progress
 from flashckpt.dcp import direct_writer
 from flashckpt.errors import ConfigError
 from flashckpt.interop.export_command import selection_options

@@ -164,9 +164,6 @@ def _empty(manifest: Manifest, name: str) -> tuple[Shard, torch.Tensor]:
     return shard, torch.empty(shard.global_shape, dtype=getattr(torch, shard.dtype))
 
 
-__all__ = ["read_folder", "write_folder"]
-
-
 RECORD = "nested"
 """Key of the value that says which values are which members of the dict, in order, and the notes."""
 _RESERVED = (RECORD, *RESERVED)

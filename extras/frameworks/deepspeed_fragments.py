@@ -200,6 +200,3 @@ def refresh_weights(engine: Any) -> None:
             for params, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
                 for param, master in zip(params, masters, strict=True):
                     param.copy_(master)
-
-
-__all__ = ["Fragment", "all_ranks", "fragments_of", "refresh_weights", "share_of_partitioned"]

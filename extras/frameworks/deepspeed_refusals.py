@@ -176,6 +176,3 @@ _REFUSALS = (
         "pass an optimizer to deepspeed.initialize(), or keep to engine.save_checkpoint()",
     ),
 )
-
-
-__all__ = ["refuse_unsupported"]

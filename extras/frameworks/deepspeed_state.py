@@ -266,6 +266,3 @@ class OneSchedule:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a state."""
         self._scheduler.load_state_dict(dict(state_dict))
-
-
-__all__ = ["EngineState", "OneSchedule", "Trained", "beside", "make_state", "persistent_buffers", "set_in"]

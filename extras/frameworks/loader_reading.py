@@ -221,6 +221,3 @@ def _not_there(problem: str, found: str) -> SamplerStateError:
         state="Nothing was trained; every snapshot and checkpoint is intact.",
         remedy=f"start it with these; or {BEGIN_AGAIN}",
     )
-
-
-__all__ = ["BatchReader", "DataPlace", "digest_of_batch", "rows_of"]

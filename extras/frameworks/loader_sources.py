@@ -201,6 +201,3 @@ def _as_tensor(dtype: str, shape: list[int], raw: bytes) -> torch.Tensor:
     if not raw:
         return torch.empty(shape, dtype=getattr(torch, dtype))
     return torch.frombuffer(bytearray(raw), dtype=getattr(torch, dtype)).reshape(shape)
-
-
-__all__ = ["BatchSource", "packed", "source_of", "unpacked"]

@@ -125,6 +125,3 @@ _REFUSALS = (
         "train in bf16, or without overlap_param_gather",
     ),
 )
-
-
-__all__ = ["refuse_unsupported"]

@@ -278,6 +278,3 @@ def _set(optimizer: Any, recorded: Mapping[str, Any]) -> None:
     if (scaler := getattr(optimizer, "grad_scaler", None)) is not None and recorded["scale"]:
         scale = torch.tensor([recorded["scale"]["scale"]], dtype=torch.float)
         scaler.load_state_dict({**recorded["scale"], "scale": scale})
-
-
-__all__ = ["Coordinate", "MegatronState", "optimizers_of", "unwrapped_chunk"]

@@ -227,6 +227,3 @@ class PreparedPosition:
         self._stage = "between" if is_end else "running"
         # at the end of an epoch: nothing, but the iterator that was made when it was first asked for its state
         self._loader.load_state_dict({} if is_end else dict(state_dict["loader"]))
-
-
-__all__ = ["PreparedPosition", "positions_of", "refuse_other_loaders"]

@@ -172,6 +172,3 @@ class StepBatches(Sampler[list[int]]):
         done, steps = int(state_dict["done"]), int(state_dict["steps"])
         # another global batch: the same part of the epoch, in steps of the new size
         self.done = done if steps == self._steps else done // steps * self._steps + done % steps * self._steps // steps
-
-
-__all__ = ["StepBatches", "same_but_order"]

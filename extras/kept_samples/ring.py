@@ -284,6 +284,3 @@ def _file_of(module: str) -> Any:
         status = Path(file).stat()  # type: ignore[arg-type]  # None is a TypeError
         return file, status.st_size, status.st_mtime_ns
     return file
-
-
-__all__ = ["KeptSamples", "SampleRing"]

@@ -1,4 +1,4 @@
-"""Stores found by entry points: obstore for s3://, webhdfs://.
+"""Stores found by entry points: s3://, webhdfs://, all others of fsspec.
 
 In and out: as `flashckpt.storage`.
 """

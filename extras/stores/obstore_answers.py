@@ -6,7 +6,7 @@ import re
 
 from flashckpt.errors import FlashckptError, StoreError
 from flashckpt.storage.conditional import truncated
-from flashckpt.storage.s3_errors import REFUSED, no_credentials, request_error
+from flashckpt.stores.s3_errors import REFUSED, no_credentials, request_error
 
 OF_OTHER_PLACE = re.compile(
     r"<Code>(PermanentRedirect|TemporaryRedirect|IllegalLocationConstraintException)|Malformed</Code>.*region|redirect without LOCATION"

@@ -23,10 +23,6 @@ from flashckpt.environment import env
 from flashckpt.errors import ConfigError, FlashckptError, ObjectMissingError, RootError
 from flashckpt.storage.conditional import require_restartable, truncated
 from flashckpt.storage.direct_io import extents
-from flashckpt.storage.s3 import S3Store
-from flashckpt.storage.s3_address import GIVEN_CREDENTIALS, client_arguments
-from flashckpt.storage.s3_errors import STALE, no_credentials
-from flashckpt.storage.s3_session import say_once, split_s3
 from flashckpt.storage.store import (
     PART_BYTES,
     PARTS_IN_FLIGHT,
@@ -36,6 +32,10 @@ from flashckpt.storage.store import (
     check_key,
 )
 from flashckpt.stores.obstore_answers import HEAD_REFUSED, NOT_ABORTED, OF_OTHER_PLACE, status_of, translated
+from flashckpt.stores.s3 import S3Store
+from flashckpt.stores.s3_address import GIVEN_CREDENTIALS, client_arguments
+from flashckpt.stores.s3_errors import STALE, no_credentials
+from flashckpt.stores.s3_session import say_once, split_s3
 
 _OPTIONS = {
     "key", "secret", "token", "endpoint_url", "client_kwargs", "retries", "timeout_s", "conditional", "anon", "requester_pays",

@@ -22,7 +22,6 @@ from flashckpt.errors import ConfigError, FlashckptError, RootError, StoreError,
 from flashckpt.faults import crash_point
 from flashckpt.storage.conditional import delete_each, require_restartable, truncated
 from flashckpt.storage.direct_io import extents
-from flashckpt.storage.fsspec_store import FsspecStore, discard
 from flashckpt.storage.store import (
     PART_BYTES,
     SWEEP_AGE_S,
@@ -34,6 +33,7 @@ from flashckpt.storage.store import (
     is_orphan,
     temporary_name,
 )
+from flashckpt.stores.fsspec_store import FsspecStore, discard
 
 _REFUSED = ("AccessControlException", "SecurityException", "AuthorizationException", "InvalidToken", "401", "403")
 _FINAL = (

@@ -270,7 +270,6 @@ def newest_checkpoint(
     store: Store,
     *,
     generations: Sequence[Generation] | None = None,
-    below: SnapshotId | None = None,
     whole: bool = False,
 ) -> CheckpointInfo | None:
     """Return the newest checkpoint that no later generation rolled back; None if there is none.
@@ -278,12 +277,11 @@ def newest_checkpoint(
     Args:
         store: The root.
         generations: Claims that determine what was rolled back; read from the root if None.
-        below: Only those before this identity (to offer the next older one when the newest is damaged).
         whole: Its whole MANIFEST must be valid; older ones are tried until one is.
     """
     claims = read_generations(store) if generations is None else generations
     for info in list_checkpoints(store):
-        if (below is None or info.identity < below) and not is_rolled_back(info.identity, claims):
+        if not is_rolled_back(info.identity, claims):
             verified = look_at(store, info.prefix, whole=whole)
             if verified is not None and not verified.problem:
                 return verified

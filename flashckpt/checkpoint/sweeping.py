@@ -176,15 +176,9 @@ def is_full(error: BaseException) -> bool:
     return isinstance(error, StoreError) and isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
-def make_room(store: Store, policy: Policy, *, now_s: float | None = None) -> Swept:
-    """Delete what may be deleted now; return what it was.
-
-    Args:
-        store: The root.
-        policy: Which checkpoints stay; where it keeps all of them, only parts of uncommitted ones go.
-        now_s: Unix seconds (tests).
-    """
-    now = time.time() if now_s is None else now_s
+def make_room(store: Store, policy: Policy) -> Swept:
+    """Delete what may be deleted now; return what it was. Where the policy keeps all, only parts of uncommitted ones go."""
+    now = time.time()
     orphans, freed = _remove_abandoned(store, now)
     pruned = prune(store, policy, now_s=now)
     return Swept(checkpoints=pruned.checkpoints, orphans=orphans, nbytes=pruned.nbytes + freed)

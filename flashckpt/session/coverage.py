@@ -161,9 +161,6 @@ def _draws(kind: type) -> bool:
     return bool(words & _DRAWING) and not words & _SEEDED
 
 
-__all__ = ["coverage"]
-
-
 _logger = logging.getLogger("flashckpt")
 _REACH = 20_000
 """Objects that are looked through for an optimizer inside of a tracked object."""
@@ -254,6 +251,3 @@ def _is_inside(optimizer: Optimizer, things: Iterable[Any]) -> bool:
         else:
             todo += getattr(thing, "__dict__", {}).values()
     return False
-
-
-__all__ = ["UntrackedOptimizers"]

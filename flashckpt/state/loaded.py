@@ -257,6 +257,3 @@ def _is_of_now(value: Any) -> bool:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     return value == os.getpid() or abs(value - time.time()) < _CLOCK_S
-
-
-__all__ = ["Giving", "ask", "is_ours"]

@@ -6,9 +6,8 @@ import difflib
 import functools
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
 from urllib.parse import unquote
 
 from flashckpt import entry_points
@@ -171,23 +170,8 @@ def _checked(value: object, where: str) -> str:
 # -- The stores: of the core, and those outside it, found by entry points ------------------------------------------
 
 _MEMORY_ONLY = ("memory",)
-S3_OPTIONS = frozenset({
-    "anon", "endpoint_url", "key", "secret", "token", "use_ssl", "client_kwargs", "requester_pays", "default_block_size",
-    "default_fill_cache", "default_cache_type", "version_aware", "config_kwargs", "s3_additional_kwargs", "session",
-    "username", "password", "cache_regions", "max_concurrency", "fixed_upload_size", "local_expiry_check",
-    "conditional", "retries", "timeout_s", "backend",
-})  # fmt: skip
-"""Storage options of s3://: those of s3fs (which silently accepts any other name), and ours."""
-_KINDS: dict[str, tuple[Callable[[Any], object], str]] = {
-    **dict.fromkeys(("anon", "requester_pays", "use_ssl", "conditional", "cache_regions", "version_aware"),
-                    (lambda value: {True: 1, False: 0}[value], "true or false")),
-    **dict.fromkeys(("client_kwargs", "config_kwargs", "s3_additional_kwargs"),
-                    (lambda value: {**value}, 'names and values, e.g. {"region_name": "eu-west-1"}')),
-    "retries": (lambda value: 1 / max(int(value), 0), "a number from 1"),
-    "timeout_s": (lambda value: 1 / max(float(value), 0), "seconds, above 0"),
-}  # fmt: skip
-"""By option of s3:// a use that fails for a value of another kind, and the right kind in words."""
-_COMMON = ("file", "s3", "s3a", "gs", "gcs", "az", "abfs", "memory")
+_S3 = ("s3", "s3a")
+_COMMON = ("file", "gs", "gcs", "az", "abfs", "memory")
 """Protocols that are known without importing fsspec, and that no plug-in takes over."""
 
 
@@ -210,13 +194,10 @@ def open_store(url: str | Path, *, backend: str = "auto", **options: object) -> 
         from flashckpt.storage.posix import PosixStore
 
         return PosixStore(Path(local_path(text)))
-    if protocol in ("s3", "s3a"):
-        return _open_s3(text, backend, options)
-    if (kind := _plugged(protocol)) is not None:
-        return kind(text, options)
-    from flashckpt.storage.fsspec_store import FsspecStore
-
-    return FsspecStore(text, options)
+    if protocol in _S3:
+        options["backend"] = backend
+    kind: StoreType = _plugged(protocol) or entry_points.load(entry_points.EXTRAS, "fsspec-store")
+    return kind(text, options)
 
 
 def open_in_rank(url: str, options: Mapping[str, object]) -> Store:
@@ -231,7 +212,7 @@ def open_in_rank(url: str, options: Mapping[str, object]) -> Store:
 
 def place_of(url: str, options: Mapping[str, object]) -> str:
     """Return endpoint and region of an s3:// root for a message; "" for another root, or where that is unknown."""
-    if scheme_of(url) not in ("s3", "s3a"):
+    if scheme_of(url) not in _S3:
         return ""
     store = open_in_rank(url, options)
     try:
@@ -258,35 +239,22 @@ def check_options(url: str, options: Mapping[str, object]) -> None:
             found=", ".join(unknown),
             remedy="remove storage_options, or give an s3:// or gs:// root",
         )
-    known = S3_OPTIONS if protocol in ("s3", "s3a") else None
-    if (kind := _plugged(protocol)) is not None:
-        known = kind.OPTIONS
-        if (check_url := getattr(kind, "check_url", None)) is not None:
-            check_url(url)
-    if known is not None and (unknown := sorted(set(options) - known)):
-        near = [name for one in unknown for name in difflib.get_close_matches(one, known, 1)]
+    if (kind := _plugged(protocol)) is None:
+        if protocol not in _COMMON:
+            _refuse_unknown_protocol(url, protocol)
+        return
+    if (check_url := getattr(kind, "check_url", None)) is not None:
+        check_url(url)
+    if unknown := sorted(set(options) - kind.OPTIONS):
+        near = [name for one in unknown for name in difflib.get_close_matches(one, kind.OPTIONS, 1)]
         raise ConfigError(
             f"the root {url} has no such storage option",
             found=", ".join(unknown),
-            expected=", ".join(near or sorted(known)),
+            expected=", ".join(near or sorted(kind.OPTIONS)),
             remedy="storage options have the names that the client of the protocol gives them",
         )
-    if known is S3_OPTIONS:
-        _refuse_values(url, options)
-    if protocol not in _COMMON and kind is None:
-        _refuse_unknown_protocol(url, protocol)
-
-
-def _refuse_values(url: str, options: Mapping[str, object]) -> None:
-    for name, value in options.items():
-        use, expected = _KINDS.get(name, (None, ""))
-        try:
-            if use is not None and value is not None:
-                use(value)
-        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"the storage option {name} of {url} cannot be that", found=repr(value), expected=expected
-            ) from error
+    if (check_values := getattr(kind, "check_values", None)) is not None:
+        check_values(url, options)
 
 
 def _plugged(protocol: str) -> StoreType | None:
@@ -307,21 +275,3 @@ def _refuse_unknown_protocol(url: str, protocol: str) -> None:
             expected="a path, s3://, gs://, az://, or a protocol that fsspec knows",
             remedy="install the package that brings it, and register it with fsspec",
         )
-
-
-def _open_s3(url: str, backend: str, options: dict[str, object]) -> Store:
-    from flashckpt.storage.s3 import S3Store
-    from flashckpt.storage.s3_address import fsspec_defaults
-
-    if backend not in ("auto", "s3fs", "obstore"):
-        raise ConfigError(f"unknown S3 backend {backend!r}", expected="auto, s3fs or obstore")
-    options = {**fsspec_defaults(), **options}
-    if backend == "s3fs":
-        return S3Store(url, options)
-    if (open_usable := entry_points.optional("s3-obstore")) is not None and (
-        store := open_usable(url, options, is_asked=backend == "obstore")
-    ) is not None:
-        return cast("Store", store)
-    if backend == "obstore":
-        raise ConfigError(f"the S3 backend obstore cannot be used for {url}", found="it is not installed")
-    return S3Store(url, options)

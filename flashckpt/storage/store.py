@@ -143,7 +143,8 @@ class StoreType(Protocol):
     Attributes:
         OPTIONS: Names of the storage options that it takes; any other is refused before the store is opened.
 
-    It may have a static method `check_url(url)`, which raises ConfigError for a URL that cannot be a root.
+    It may have static methods that raise ConfigError: `check_url(url)` for a URL that cannot be a root, and
+    `check_values(url, options)` for an option that cannot have its value.
     """
 
     OPTIONS: ClassVar[frozenset[str]]

@@ -10,7 +10,7 @@ from support.daemons import forked
 from support.memory_tier import FakeJob
 from support.ranks import wait_for
 
-from flashckpt.cli.status import describe
+from flashckpt.commands.status import describe
 from flashckpt.daemon.persister.timeouts import DaemonTimeouts
 from flashckpt.errors import DamagedError
 from flashckpt.shm.control import PAGE, ROW_BYTES, Control, ControlView

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flashckpt.trainer.config import RunConfig
-from flashckpt.trainer.data.prepare import prepare
+from flashckpt.trainer.prepare.shards import prepare
 from support.training import run_config, write_corpus
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flashckpt.trainer.config import RunConfig, from_values
-from flashckpt.trainer.model.flops import flops_per_token, recomputed_flops_per_token
+from flashckpt.trainer.flops import flops_per_token, recomputed_flops_per_token
 from flashckpt.trainer.parallel.layout import Layout, resolve_layout
 from flashckpt.trainer.plan.gpus import GPUS, Gpu
 

@@ -1,4 +1,4 @@
-"""The corpus of a run: fetched, tokenized, cut into windows.
+"""Prepared tokens of a run, read as windows.
 
 In: a configuration. Out: datasets and samplers.
 """

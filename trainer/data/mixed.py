@@ -11,8 +11,7 @@ import torch
 
 from flashckpt.sampler import Mixture
 from flashckpt.trainer.config import RunConfig
-from flashckpt.trainer.data.corpus import read_index
-from flashckpt.trainer.data.prepared import check_prepared, read_prepared
+from flashckpt.trainer.data.prepared import check_prepared, read_index, read_prepared
 from flashckpt.trainer.data.token_windows import Windows, open_windows, refuse_outside, too_short
 from flashckpt.trainer.data.windows import NO_TARGET, Batch, Data, TokenDataset
 

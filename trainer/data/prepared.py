@@ -1,18 +1,116 @@
-"""What `data prepare` wrote, and the check of a run's data before anything slow is imported. Torch-free."""
+"""What `data prepare` and the corpus of bytes wrote, and the check of a run's data before anything slow is imported. Torch-free."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from flashckpt.errors import ConfigError, DataError
+from flashckpt.sampler.datasets.remote_file import RemoteFile
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.config.data import DataConfig
-from flashckpt.trainer.data.prepare import VERSION, index_name, read_indexes, settings_of, sizes_of
 from flashckpt.trainer.data.token_windows import check_token_files, too_short
-from flashckpt.trainer.data.vocabulary import BYTES, digest_of
 
+VERSION = 2
+SPLITS = ("train", "held")
+BYTES = 256
+"""Tokens of text that is read as bytes."""
 _PREPARE = "run: python -m flashckpt.trainer data prepare --config FILE.toml"
+
+
+def settings_of(data: DataConfig) -> dict[str, Any]:
+    """Return the settings that prepared tokens depend on, as plain values."""
+    return {
+        "holdout_every": data.holdout_every, "tokenizer": data.tokenizer, "bpe": data.bpe, "end_token": data.end_token,
+        "sources": [
+            [one.kind, list(one.urls), one.key, one.tokenizer] if one.has_text else [one.kind] for one in data.sources
+        ],
+    }  # fmt: skip
+
+
+def index_name(data: DataConfig) -> str:
+    """Return the name of the index of what is prepared with these settings."""
+    return f"index-{plain_digest(settings_of(data))}.json"
+
+
+def read_indexes(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return what is prepared in a folder, by the name of its index, the newest first."""
+    found: list[tuple[int, str, dict[str, Any]]] = []
+    for path in folder.glob("index-*.json"):
+        try:
+            index = json.loads(path.read_bytes())
+            assert isinstance(index["settings"], dict)
+            assert all(record["name"] for records in index["sources"] for record in records)
+            found.append((path.stat().st_mtime_ns, path.name, index))
+        except (OSError, ValueError, KeyError, TypeError, AssertionError):
+            continue  # not one of ours, or damaged: what it names is prepared again
+    return {name: index for _, name, index in sorted(found, key=lambda one: one[:2], reverse=True)}
+
+
+def sizes_of(record: dict[str, Any], dtype: str) -> list[tuple[str, int]]:
+    """Return the files of a part whose sizes follow from its record, and these sizes in bytes."""
+    name, held = record["name"], record["held"]["tokens"]
+    files = [(f"{name}.{split}.bin", record[split]["tokens"] * np.dtype(dtype).itemsize) for split in SPLITS]
+    return [*files, (f"{name}.held.len", held * 4)]
+
+
+def plain_digest(value: Any) -> str:
+    """Return the digest of plain values, by which what is prepared of them is named."""
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=12).hexdigest()
+
+
+def digest_of(place: str, end_token: str) -> str | None:
+    """Return the digest of `read_vocabulary(place, end_token)` without the library; None if the file is not here."""
+    if place in ("", "bytes"):
+        return tokenizer_digest(b"", end_token)
+    try:
+        blob = tokenizer_at(place)
+        return tokenizer_digest(blob.read(0, blob.nbytes), end_token)
+    except DataError:
+        return None
+
+
+def tokenizer_at(place: str) -> RemoteFile:
+    """Return the tokenizer.json that a path, a URL or a folder of one names."""
+    url = place if place.endswith(".json") else f"{place.rstrip('/')}/tokenizer.json"
+    return RemoteFile(url if "://" in url else Path(url).expanduser())
+
+
+def tokenizer_digest(text: bytes, end_token: str) -> str:
+    """Return the digest of a tokenizer and the end token that is used with it."""
+    return hashlib.blake2b(text + b"\0" + end_token.encode(), digest_size=8).hexdigest()
+
+
+def read_index(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the index of a prepared corpus.
+
+    Raises:
+        DataError: no complete corpus is prepared there.
+    """
+    index = index_of_corpus(Path(folder))
+    if index is None:
+        raise DataError(
+            f"there is no prepared corpus in {folder}",
+            found="no readable index.json",
+            expected="index.json and one .bin per channel",
+            remedy="set data.source, or remove the folder so that it is prepared again",
+        )
+    return index
+
+
+def index_of_corpus(path: Path) -> dict[str, Any] | None:
+    """Return the index of a folder that holds a whole corpus."""
+    try:
+        index: dict[str, Any] = json.loads((path / "index.json").read_text())
+        whole = all((path / name).stat().st_size == entry["tokens"] for name, entry in index["sets"].items())
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return index if whole else None
 
 
 def read_prepared(data: DataConfig, *, name: str = "data") -> dict[str, Any] | None:

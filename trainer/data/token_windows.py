@@ -20,8 +20,9 @@ from flashckpt.sampler.datasets.packing import PackedWindows
 from flashckpt.sampler.datasets.tokens import MegatronFile, TokenFile
 from flashckpt.trainer.config.data import DataConfig, SourceConfig
 from flashckpt.trainer.data.files import has_pattern, matching_files
-from flashckpt.trainer.data.prepare import KIND
 
+KIND = "documents"
+"""Kind of the index files that `data prepare` writes beside tokens."""
 Ints = npt.NDArray[np.int64]
 Window = tuple[Ints, Ints]
 """Tokens and document numbers, both int64 of shape (window + 1,)."""

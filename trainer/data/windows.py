@@ -21,7 +21,7 @@ import torch.nn.functional as F  # noqa: N812 -- the name everybody reads
 from torch import Tensor
 
 from flashckpt.errors import DataError
-from flashckpt.trainer.data.corpus import read_index
+from flashckpt.trainer.data.prepared import read_index
 
 NO_TARGET = -100
 

@@ -1,5 +1,5 @@
-"""The transformer: layers, first weights, FLOPs.
+"""The transformer: layers, first weights.
 
 In: a configuration. Out: modules with global names.
-`flops` and `recompute` are pure and without torch.
+`recompute` is pure and without torch.
 """

@@ -24,7 +24,6 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DTensor, Shard
 
 from flashckpt import entry_points
-from flashckpt.rehearsal import adopt
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.model.context import ContextSlice
 from flashckpt.trainer.model.initial import fill, materialise
@@ -197,7 +196,8 @@ def build_parallel(config: RunConfig, layout: Layout, device: torch.device) -> P
     """
     sizes = (layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp)
     mesh = init_device_mesh("cpu" if device.type == "meta" else device.type, sizes, mesh_dim_names=layout.mesh_names)
-    adopt(mesh)
+    if (adopt := entry_points.optional("rehearsed-plans")) is not None:
+        adopt(mesh)
     pp_rank = mesh["pp"].get_local_rank()
     replica = int(mesh[layout.mesh_names[1]].get_local_rank())
     data_rank = replica * layout.dp_shard + mesh["dp_shard"].get_local_rank()

@@ -25,7 +25,6 @@ from flashckpt.errors import RESUME_EXIT_CODE, FlashckptError
 from flashckpt.report import RestoreReport
 from flashckpt.sampler.datasets import reaching
 from flashckpt.trainer.config import RunConfig
-from flashckpt.trainer.data.corpus import prepare_corpus
 from flashckpt.trainer.data.mixed import open_data
 from flashckpt.trainer.data.prepared import check_prepared
 from flashckpt.trainer.data.windows import ids_digest
@@ -386,6 +385,7 @@ def prepare(config: RunConfig, world: int) -> Layout:
     if config.data.sources:
         check_prepared(config)
     else:
+        prepare_corpus = entry_points.load(entry_points.EXTRAS, "corpus")
         prepare_corpus(config.data.folder, config.data.source, config.data.holdout_every)
     for phase in phases_of(config):
         open_data(phase.config, "train")

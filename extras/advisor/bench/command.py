@@ -14,7 +14,7 @@ from click.core import ParameterSource
 from flashckpt.bench.layouts import DEFAULTS, scaled
 from flashckpt.cli.common import console, json_file_option, parse_options
 from flashckpt.cli.output import OutputConsole
-from flashckpt.cli.quantity import DURATION, SCALE, SIZE, show_bytes
+from flashckpt.commands.quantity import DURATION, SCALE, SIZE, show_bytes
 from flashckpt.core.snapshot_id import MAX_SLOTS, MIN_SLOTS
 from flashckpt.errors import ConfigError
 from flashckpt.printable import to_json

@@ -103,7 +103,6 @@ def interleave(
     rounds: int,
     *,
     warmup: int = 0,
-    on_run: Callable[[str, int], None] | None = None,
 ) -> dict[str, list[TimedRun]]:
     """Run every case once per round and return the timings per case.
 
@@ -116,7 +115,6 @@ def interleave(
             counted belongs into the callable before it times itself and returns its own seconds.
         rounds: Measured rounds, at least 1.
         warmup: Rounds before them that are run and thrown away.
-        on_run: Called with (name, round) before each run; warm-up rounds count from -warmup.
 
     Returns:
         One list of `rounds` timings per case, in the order of the rounds.
@@ -129,8 +127,6 @@ def interleave(
         turn = number % len(names)
         order = names[turn:] + names[:turn]
         for name in reversed(order) if number // len(names) % 2 else order:
-            if on_run is not None:
-                on_run(name, number)
             timing = timed(cases[name])
             if number >= 0:
                 result[name].append(timing)

@@ -18,7 +18,7 @@ from flashckpt.bench.layouts import DEFAULTS, ModelLayout
 from flashckpt.bench.mlperf import CHECKPOINTS, Pass, rank_bytes, results
 from flashckpt.bench.scratch import Scratch
 from flashckpt.bench.worker import Workers
-from flashckpt.cli.quantity import show_rate, show_s
+from flashckpt.commands.quantity import show_rate, show_s
 from flashckpt.storage.store import PART_BYTES, PARTS_IN_FLIGHT
 
 Progress = Callable[[str, int, int | None], None]

@@ -147,7 +147,7 @@ def s3_capabilities(scratch: Scratch) -> tuple[Mapping[str, bool | None], Mappin
     names = ("conditional_multipart", "server_checksums")
     if not scratch.url.startswith(("s3://", "s3a://")):
         return dict.fromkeys(names), dict.fromkeys(names, NOT_S3)
-    from flashckpt.storage.s3 import S3Store
+    from flashckpt.stores.s3 import S3Store
 
     store = S3Store(scratch.url, dict(scratch.options))
     found: dict[str, bool | None] = {}

@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 
 from flashckpt.bench.layouts import DEFAULTS, PUBLISHED
-from flashckpt.cli.quantity import as_setting, show_bytes, show_rate, show_s
+from flashckpt.commands.quantity import as_setting, show_bytes, show_rate, show_s
 from flashckpt.errors import ConfigError
 
 LEAST_ROUNDS = 3

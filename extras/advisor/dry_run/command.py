@@ -21,7 +21,7 @@ from flashckpt.errors import DataError, LayoutError
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.config.changes import recorded_values
 from flashckpt.trainer.dry_run.options import DryRunOptions
-from flashckpt.trainer.model.flops import count_parameters
+from flashckpt.trainer.flops import count_parameters
 from flashckpt.trainer.parallel.layout import Layout, resolve_layout
 from flashckpt.trainer.parallel.switches import on_device
 from flashckpt.trainer.plan.forecast import memory_of

@@ -7,13 +7,13 @@ from typing import Any, TypeAlias
 
 from flashckpt.errors import ConfigError, DataError, LayoutError
 from flashckpt.trainer.config import RunConfig
-from flashckpt.trainer.data.channels import channels_of_index
 from flashckpt.trainer.data.prepared import check_prepared
-from flashckpt.trainer.model.flops import count_parameters, training_days
+from flashckpt.trainer.flops import count_parameters, training_days
 from flashckpt.trainer.parallel.layout import Layout
 from flashckpt.trainer.plan.forecast import OUTSIDE, StepTime
 from flashckpt.trainer.plan.gpus import Gpu
 from flashckpt.trainer.plan.kernels import intensities
+from flashckpt.trainer.prepare.channels import channels_of_index
 
 THOUSAND, WORTH_DAYS = 1000, 8192
 """A run that takes fewer GPU days needs no thousand GPUs: a rule of thumb, eight days of a thousand."""

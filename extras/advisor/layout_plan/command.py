@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flashckpt.cli.common import human_bytes
-from flashckpt.cli.quantity import show_s
+from flashckpt.commands.quantity import show_s
 from flashckpt.errors import ConfigError, LayoutError
 from flashckpt.trainer.config import RunConfig, read_config
 from flashckpt.trainer.float8.layers import needs_device, uses_float8

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.float8.layers import float8_flops_per_token, uses_float8
-from flashckpt.trainer.model.flops import flops_per_token, mfu, recomputed_flops_per_token
+from flashckpt.trainer.flops import flops_per_token, mfu, recomputed_flops_per_token
 from flashckpt.trainer.parallel.layout import Layout
 from flashckpt.trainer.plan.activations import MASTER, estimate, in_flight, itemsize
 from flashckpt.trainer.plan.gpus import Gpu

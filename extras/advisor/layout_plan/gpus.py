@@ -17,7 +17,7 @@ import re
 from dataclasses import dataclass, replace
 
 from flashckpt.errors import ConfigError
-from flashckpt.trainer.model.flops import peak_tflops
+from flashckpt.trainer.flops import peak_tflops
 
 SHARE = 0.75
 """Of what the best product reaches, the share that those of training reach: fitted to published runs (test_trainer_plan_runs.py)."""

@@ -61,14 +61,13 @@ class ZeroBytes:
         return self.parameters + self.gradients + self.optimizer
 
 
-def zero_bytes(parameters: float, ranks: int, stage: int, *, optimizer: float = 12.0) -> ZeroBytes:
-    """Return 2 P + 2 P + 12 P bytes, of which each stage of ZeRO cuts one more: optimizer (1), gradients (2), parameters (3).
+def zero_bytes(parameters: float, ranks: int, stage: int) -> ZeroBytes:
+    """Return 2 P + 2 P + 12 P bytes (a float32 copy and two moments), of which each stage of ZeRO cuts one more: optimizer (1), gradients (2), parameters (3).
 
     Args:
         parameters: Of the model, P.
         ranks: Data-parallel ones.
         stage: 0 to 3.
-        optimizer: Bytes per parameter: a float32 copy and two moments.
 
     Raises:
         LayoutError: There is no such stage.
@@ -79,7 +78,7 @@ def zero_bytes(parameters: float, ranks: int, stage: int, *, optimizer: float = 
     def share(first: int) -> float:
         return parameters / (ranks if stage >= first else 1)
 
-    return ZeroBytes(parameters=2 * share(3), gradients=2 * share(2), optimizer=optimizer * share(1))
+    return ZeroBytes(parameters=2 * share(3), gradients=2 * share(2), optimizer=12 * share(1))
 
 
 def held(config: RunConfig, layout: Layout, pp_rank: int, shard: int = 0) -> StateBytes:

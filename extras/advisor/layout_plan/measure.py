@@ -15,7 +15,7 @@ from torch import nn
 from flashckpt.errors import ConfigError
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.config.model import ModelConfig
-from flashckpt.trainer.model.flops import flops_per_token, recomputed_flops_per_token
+from flashckpt.trainer.flops import flops_per_token, recomputed_flops_per_token
 from flashckpt.trainer.model.recompute import parse_recompute
 from flashckpt.trainer.model.transformer import Transformer
 from flashckpt.trainer.plan.activations import itemsize

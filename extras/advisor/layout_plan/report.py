@@ -7,7 +7,7 @@ from typing import Any
 
 from flashckpt.errors import LayoutError
 from flashckpt.trainer.config import RunConfig
-from flashckpt.trainer.model.flops import count_parameters
+from flashckpt.trainer.flops import count_parameters
 from flashckpt.trainer.parallel.layout import Layout, resolve_layout
 from flashckpt.trainer.parallel.switches import bubble
 from flashckpt.trainer.plan.beyond import run_days, run_document

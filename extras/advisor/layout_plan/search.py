@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from flashckpt.errors import LayoutError
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.config.parallel import ParallelConfig
-from flashckpt.trainer.model.flops import count_parameters
+from flashckpt.trainer.flops import count_parameters
 from flashckpt.trainer.parallel.layout import Layout, resolve_layout
 from flashckpt.trainer.plan.forecast import Memory, StepTime, is_plain, memory, step_time
 from flashckpt.trainer.plan.gpus import Gpu

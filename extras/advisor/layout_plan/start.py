@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flashckpt.trainer.config import RunConfig
-from flashckpt.trainer.model.flops import flops_per_token, peak_tflops
+from flashckpt.trainer.flops import flops_per_token, peak_tflops
 from flashckpt.trainer.parallel.layout import Layout
 from flashckpt.trainer.plan.forecast import Memory, is_plain, memory, speed, step_time
 from flashckpt.trainer.plan.gpus import GPUS, Gpu, gpu_of_device
@@ -27,14 +27,13 @@ def device_of_run(config: RunConfig, device: str) -> Gpu | None:
     return replace(found, flops=peak * 1e12)
 
 
-def start_line(config: RunConfig, layout: Layout, device: str, ranks_per_node: int = RANKS_PER_NODE) -> str:
+def start_line(config: RunConfig, layout: Layout, device: str) -> str:
     """Return the line that a run logs at its start: bytes of the fullest rank, idle share, FLOPs per token, expected MFU.
 
     Args:
         config: The run.
         layout: Its layout.
         device: Name of the device, "" for a processor.
-        ranks_per_node: Ranks that share a node.
     """
     needed = _memory(config, layout, device)
     parts = {
@@ -44,16 +43,16 @@ def start_line(config: RunConfig, layout: Layout, device: str, ranks_per_node: i
     shares = ", ".join(f"{name} {_short(nbytes)}B" for name, nbytes in parts.items() if nbytes)
     flops = flops_per_token(config.model, config.train.seq_len)
     text = f"plan: {_short(needed.peak)}B on the fullest rank ({shares}; *: by formula), bubble {layout.bubble:.1%}, "
-    expected = expected_mfu(config, layout, device, ranks_per_node)
+    expected = expected_mfu(config, layout, device)
     return f"{text}{_short(flops)}FLOPs per token" + ("" if expected is None else f", MFU of {expected:.1%} expected")
 
 
-def expected_mfu(config: RunConfig, layout: Layout, device: str, ranks_per_node: int = RANKS_PER_NODE) -> float | None:
+def expected_mfu(config: RunConfig, layout: Layout, device: str) -> float | None:
     """Return the MFU that the estimate of a step comes to; None where the peak is not known. Arguments as `start_line`."""
     gpu = device_of_run(config, device)
     if gpu is None:
         return None
-    time = step_time(config, layout, gpu, _memory(config, layout, device), ranks_per_node=ranks_per_node)
+    time = step_time(config, layout, gpu, _memory(config, layout, device), ranks_per_node=RANKS_PER_NODE)
     return speed(config, time, gpu, layout.world, time.estimate_s).mfu
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from flashckpt.bench.layouts import DEFAULTS
 from flashckpt.cli.common import console, json_file_option
-from flashckpt.cli.quantity import DURATION, SHARE, SIZE, as_setting, show_bytes, show_rate, show_s
+from flashckpt.commands.quantity import DURATION, SHARE, SIZE, as_setting, show_bytes, show_rate, show_s
 from flashckpt.errors import ConfigError
 from flashckpt.plan.model import Costs
 from flashckpt.printable import to_json

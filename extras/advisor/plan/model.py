@@ -15,7 +15,7 @@ Monte-Carlo simulation that shares no formula with it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 PUBLISHED_INTERRUPTIONS = 419
@@ -243,11 +243,11 @@ def _best_persist(failures: Failures, costs: Costs, snapshot_s: float, floor_s: 
     return max((at(every) for every in near), key=lambda choice: choice.forecast.goodput)
 
 
-def _minimum(function: Callable[[float], float], low: float, high: float, rounds: int = 60) -> float:
+def _minimum(function: Callable[[float], float], low: float, high: float) -> float:
     """Return the place of the minimum of a unimodal function by golden sections of the logarithm."""
     ratio = (math.sqrt(5) - 1) / 2
     left, right = math.log(low), math.log(max(high, low * 1.0001))
-    for _ in range(rounds):
+    for _ in range(60):
         inner, outer = right - ratio * (right - left), left + ratio * (right - left)
         if function(math.exp(inner)) <= function(math.exp(outer)):
             right = outer
@@ -262,13 +262,12 @@ def wrong_intervals(
     failures: Failures,
     costs: Costs,
     chosen: Intervals,
-    factors: Sequence[float] = (0.1, 0.25, 0.5, 1, 2, 4, 10),
     *,
     persist_floor_s: float = 0.0,
 ) -> list[tuple[float, float, float]]:
     """Return (factor, goodput with the snapshot interval off by it, goodput with the persist interval off by it)."""
     rows = []
-    for factor in factors:
+    for factor in (0.1, 0.25, 0.5, 1, 2, 4, 10):
         every = max(1, round(chosen.persist_every / factor))
         snapshots = forecast(failures, costs, snapshot_s=chosen.snapshot_s * factor, persist_every=every)
         every = max(1, round(chosen.persist_every * factor))

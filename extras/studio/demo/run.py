@@ -22,9 +22,9 @@ from flashckpt.shm.control import Control
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.private import private_directory, remove_tree
 from flashckpt.trainer.config import RunConfig
-from flashckpt.trainer.data.corpus import prepare_corpus
-from flashckpt.trainer.data.prepare import prepare
 from flashckpt.trainer.data.prepared import check_prepared
+from flashckpt.trainer.prepare.corpus import prepare_corpus
+from flashckpt.trainer.prepare.shards import prepare
 from flashckpt.trainer.train.metrics import TRACE, read_trace
 
 PROMPT = "The "

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from flashckpt.environment import env
 from flashckpt.errors import ConfigError, NoCheckpointError
 from flashckpt.trainer.config import RunConfig
-from flashckpt.trainer.data.corpus import prepare_corpus
 from flashckpt.trainer.evaluate.results import Scores, score_table
 from flashckpt.trainer.evaluate.scores import Evaluator
 from flashckpt.trainer.hub.source import AVERAGE, MODEL, CheckpointWeights, SavedWeights, WeightSource, open_weights
@@ -21,6 +20,7 @@ from flashckpt.trainer.parallel.apply import build_parallel
 from flashckpt.trainer.parallel.distributed import process_group
 from flashckpt.trainer.parallel.layout import resolve_layout
 from flashckpt.trainer.parallel.switches import on_device
+from flashckpt.trainer.prepare.corpus import prepare_corpus
 
 
 def evaluate(config: RunConfig, step: str | None = None) -> tuple[Scores, str]:

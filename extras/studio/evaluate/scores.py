@@ -19,7 +19,6 @@ from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.config.eval import ProbeConfig
 from flashckpt.trainer.config.sample import Choice
 from flashckpt.trainer.data.mixed import MixedDataset, channels_of, open_data
-from flashckpt.trainer.data.vocabulary import Vocabulary
 from flashckpt.trainer.data.windows import Data
 from flashckpt.trainer.evaluate.results import Score, Scores
 from flashckpt.trainer.evaluate.rows import NO_TARGET, Chunk, Ints, Rows, RowScorer, RowScores, chunks_of
@@ -27,6 +26,7 @@ from flashckpt.trainer.generate.codec import TextCodec
 from flashckpt.trainer.generate.samples import TextWriter
 from flashckpt.trainer.generate.sampling import Chooser
 from flashckpt.trainer.parallel.apply import Parallel
+from flashckpt.trainer.prepare.vocabulary import Vocabulary
 from flashckpt.trainer.scored.answers import AnswerQuestion, is_right, read_answers, stopped
 from flashckpt.trainer.scored.questions import ProbeQuestion, read_questions
 from flashckpt.trainer.scored.sets import run_vocabulary, sets_of, start_token

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flashckpt.errors import ConfigError
-from flashckpt.trainer.data.vocabulary import KNOWN_ENDS, byte_tokenizer, guarded, parse_tokenizer, valid_text
+from flashckpt.trainer.prepare.vocabulary import KNOWN_ENDS, byte_tokenizer, guarded, parse_tokenizer, valid_text
 
 TOKENIZER = "tokenizer.json"
 _BROKEN = "\ufffd"

@@ -7,8 +7,8 @@ from pathlib import Path
 from flashckpt.errors import ConfigError
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.data.prepared import read_prepared
-from flashckpt.trainer.data.vocabulary import read_vocabulary
 from flashckpt.trainer.generate.codec import TextCodec
+from flashckpt.trainer.prepare.vocabulary import read_vocabulary
 
 
 def read_prompts(config: RunConfig) -> tuple[TextCodec, list[list[int]]]:

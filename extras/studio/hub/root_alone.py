@@ -19,9 +19,9 @@ from flashckpt.trainer.config import RunConfig, from_values, to_values
 from flashckpt.trainer.config.data import DataConfig
 from flashckpt.trainer.config.eval import EvalConfig
 from flashckpt.trainer.config.model import ModelConfig
-from flashckpt.trainer.data.vocabulary import byte_tokenizer
 from flashckpt.trainer.hub.source import CheckpointWeights
 from flashckpt.trainer.hub.tokenizer_files import TOKENIZER, files_of_saved
+from flashckpt.trainer.prepare.vocabulary import byte_tokenizer
 from flashckpt.trainer.scored.sets import prepare_sets
 
 

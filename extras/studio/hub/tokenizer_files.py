@@ -10,9 +10,9 @@ from typing import Any
 from flashckpt.errors import ConfigError
 from flashckpt.trainer.config import RunConfig, from_values
 from flashckpt.trainer.config.changes import recorded_values
-from flashckpt.trainer.data.prepare import read_indexes, settings_of
-from flashckpt.trainer.data.vocabulary import byte_tokenizer
+from flashckpt.trainer.data.prepared import read_indexes, settings_of
 from flashckpt.trainer.hub.source import BESIDE, CONFIG, CheckpointWeights, SavedWeights, read_json
+from flashckpt.trainer.prepare.vocabulary import byte_tokenizer
 
 TOKENIZER = "tokenizer.json"
 

@@ -20,7 +20,7 @@ from flashckpt.storage.factory import is_process_local, open_store
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.config.changes import recorded_values
 from flashckpt.trainer.config.model import ModelConfig
-from flashckpt.trainer.data.vocabulary import END_TOKEN
+from flashckpt.trainer.flops import count_parameters, flops_per_token
 from flashckpt.trainer.hub.families import HubTensor, tensors_of
 from flashckpt.trainer.hub.hub_config import to_hub
 from flashckpt.trainer.hub.source import (
@@ -35,7 +35,7 @@ from flashckpt.trainer.hub.source import (
     held_name,
 )
 from flashckpt.trainer.hub.tokenizer_files import TOKENIZER, files_of_folder, files_of_saved, has_tokenizer
-from flashckpt.trainer.model.flops import count_parameters, flops_per_token
+from flashckpt.trainer.prepare.vocabulary import END_TOKEN
 
 SHARD_BYTES = 5 << 30
 _OVERHEAD_BYTES = 64 << 20

@@ -10,10 +10,10 @@ from typing import Any
 from flashckpt.errors import ConfigError
 from flashckpt.trainer.config import RunConfig
 from flashckpt.trainer.config.data import DataConfig
-from flashckpt.trainer.data.prepare import PrepareProgress, prepare
-from flashckpt.trainer.data.prepared import read_prepared
+from flashckpt.trainer.data.prepared import digest_of, read_prepared
 from flashckpt.trainer.data.token_windows import check_token_files
-from flashckpt.trainer.data.vocabulary import Vocabulary, digest_of, read_vocabulary, tokenizer_file
+from flashckpt.trainer.prepare.shards import PrepareProgress, prepare
+from flashckpt.trainer.prepare.vocabulary import Vocabulary, read_vocabulary, tokenizer_file
 from flashckpt.trainer.scored.answers import read_answers
 from flashckpt.trainer.scored.questions import read_questions
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from flashckpt.environment import env
-from flashckpt.trainer.model.flops import mfu
+from flashckpt.trainer.flops import mfu
 from flashckpt.trainer.train.metrics import StepRecord
 from flashckpt.trainer.train.nonfatal import nonfatal_stream
 from flashckpt.trainer.watch.engine import EngineWatch

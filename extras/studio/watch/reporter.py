@@ -17,8 +17,8 @@ from flashckpt.printable import printable
 from flashckpt.trainer.config import RunConfig, without_secrets
 from flashckpt.trainer.config.changes import recorded_values
 from flashckpt.trainer.evaluate.results import Scores, curves_of, plain_scores, score_lines
+from flashckpt.trainer.flops import flops_per_token, peak_tflops
 from flashckpt.trainer.generate.samples import Sample
-from flashckpt.trainer.model.flops import flops_per_token, peak_tflops
 from flashckpt.trainer.parallel.layout import resolve_layout
 from flashckpt.trainer.plan.start import expected_mfu
 from flashckpt.trainer.train.metrics import StepRecord, Trace

@@ -22,7 +22,6 @@ from flashckpt.dcp import direct_writer
 from flashckpt.errors import ConfigError
 from flashckpt.trainer.__main__ import main
 from flashckpt.trainer.config import RunConfig, from_values, to_values
-from flashckpt.trainer.data.vocabulary import byte_tokenizer
 from flashckpt.trainer.evaluate.check import check
 from flashckpt.trainer.hub.hub_config import from_hub
 from flashckpt.trainer.hub.source import HubFolder
@@ -31,6 +30,7 @@ from flashckpt.trainer.hub.weights import load
 from flashckpt.trainer.model.positions import rotate
 from flashckpt.trainer.model.transformer import Transformer
 from flashckpt.trainer.parallel.distributed import process_group
+from flashckpt.trainer.prepare.vocabulary import byte_tokenizer
 from flashckpt.trainer.train import loop
 
 transformers = pytest.importorskip("transformers")

@@ -23,7 +23,7 @@ from support import warm
 from support.dlrun import Launch, alive, dlrun
 from support.ranks import wait_for
 
-from flashckpt.cli.status import describe
+from flashckpt.commands.status import describe
 from flashckpt.errors import PersistError
 from flashckpt.shm.job_directory import JobDirectory
 

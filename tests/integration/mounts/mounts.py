@@ -25,8 +25,8 @@ from support.ranks import wait_for
 from flashckpt import Checkpointer
 from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.checkpoint.retention import keep, unkeep
-from flashckpt.cli.status import describe
-from flashckpt.cli.verify import verify_checkpoint
+from flashckpt.commands.status import describe
+from flashckpt.commands.verify import verify_checkpoint
 from flashckpt.errors import PersistError, SharedMemoryError
 from flashckpt.shm.job_directory import JobDirectory, memory_root
 from flashckpt.storage.factory import open_store

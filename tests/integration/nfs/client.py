@@ -130,7 +130,7 @@ def commits(folder: str, steps: list[int]) -> list[int]:
 def checkpoints(folder: str) -> list[int]:
     """Return the steps of all checkpoints, which are whole."""
     from flashckpt.checkpoint.catalog import list_checkpoints
-    from flashckpt.cli.verify import verify_checkpoint
+    from flashckpt.commands.verify import verify_checkpoint
 
     store = store_in(folder)
     infos = list_checkpoints(store, damaged=True, whole=True)
@@ -342,7 +342,7 @@ def wait(seconds: float) -> str:
 
 def told() -> dict[str, Any]:
     """Return what `flashckpt status` says of the job, and how often its daemon's log says that a persist failed."""
-    from flashckpt.cli.status import describe
+    from flashckpt.commands.status import describe
     from flashckpt.shm.job_directory import JobDirectory
 
     directory = JobDirectory.open(_job["folder"], create=False)

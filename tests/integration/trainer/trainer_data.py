@@ -17,7 +17,7 @@ from support.ranks import run_ranks
 from support.training import run_rank, write_corpus
 
 from flashckpt.trainer.config import from_values, to_toml
-from flashckpt.trainer.data.prepare import prepare
+from flashckpt.trainer.prepare.shards import prepare
 
 
 def sources(folder: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from flashckpt.storage.factory import open_store
 from flashckpt.trainer.config import from_values, to_values
 from flashckpt.trainer.dry_run.command import describe
 from flashckpt.trainer.dry_run.options import DryRunOptions
-from flashckpt.trainer.model.flops import count_parameters
+from flashckpt.trainer.flops import count_parameters
 from flashckpt.trainer.parallel.apply import local_tensor
 from flashckpt.trainer.parallel.distributed import process_group
 from flashckpt.trainer.parallel.layout import resolve_layout

@@ -21,10 +21,10 @@ from flashckpt.shm.inventory import scan
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.trainer.__main__ import main
 from flashckpt.trainer.config import from_values, to_toml, to_values
-from flashckpt.trainer.data.prepare import prepare
 from flashckpt.trainer.generate.prompts import read_prompts
 from flashckpt.trainer.hub.memory import LiveWeights
 from flashckpt.trainer.hub.source import CheckpointWeights
+from flashckpt.trainer.prepare.shards import prepare
 
 
 @pytest.fixture(autouse=True)

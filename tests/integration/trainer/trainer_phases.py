@@ -14,10 +14,10 @@ from support.training import run_config, run_rank, write_corpus
 
 import flashckpt.session.checkpointer  # noqa: F401 -- imported before the fork, so that ranks start in 0.2 s
 from flashckpt.trainer.config import RunConfig, from_values, to_values
-from flashckpt.trainer.data.prepare import prepare
 from flashckpt.trainer.demo.report import compare_traces, read_restores
 from flashckpt.trainer.hub.source import CheckpointWeights
 from flashckpt.trainer.parallel.distributed import process_group
+from flashckpt.trainer.prepare.shards import prepare
 from flashckpt.trainer.train import loop
 from flashckpt.trainer.train.metrics import read_trace
 from flashckpt.trainer.train.phases import phases_of

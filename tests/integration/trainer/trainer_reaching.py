@@ -14,8 +14,8 @@ from support.dlrun import dlrun
 from support.http_server import Server
 
 from flashckpt.trainer.config import from_values, to_toml
-from flashckpt.trainer.data.prepare import prepare
-from flashckpt.trainer.data.vocabulary import train_bpe
+from flashckpt.trainer.prepare.shards import prepare
+from flashckpt.trainer.prepare.vocabulary import train_bpe
 from flashckpt.trainer.train.metrics import read_trace
 
 IMPATIENT = """

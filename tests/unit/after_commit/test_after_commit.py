@@ -31,7 +31,7 @@ from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.checkpoint.marks import keep_as, names_of
 from flashckpt.checkpoint.retention import Policy, leased_prefixes, prune
 from flashckpt.checkpoint.root_records import claim_generation, prefix_of
-from flashckpt.cli.verify import verify_checkpoint
+from flashckpt.commands.verify import verify_checkpoint
 from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.launcher import cli as launcher

@@ -18,7 +18,7 @@ from flashckpt.checkpoint.catalog import list_checkpoints, manifest_from, read_m
 from flashckpt.checkpoint.indexes import put_indexes
 from flashckpt.checkpoint.spread_reads import read_part
 from flashckpt.checkpoint.writer import PersistOptions, commit, write_packs
-from flashckpt.cli.verify import verify_checkpoint
+from flashckpt.commands.verify import verify_checkpoint
 from flashckpt.console.copying import copy_checkpoint
 from flashckpt.core.manifest import by_design, decode_manifest, encode_manifest, header_of
 from flashckpt.core.schema import HEAD_BYTES, TensorFigures, decode_manifest_header

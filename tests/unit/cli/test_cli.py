@@ -26,8 +26,8 @@ from flashckpt.checkpoint import indexes
 from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.checkpoint.history import SessionRecord, write_session
 from flashckpt.checkpoint.root_records import claim_generation
-from flashckpt.cli import ls as ls_command
 from flashckpt.cli import main as cli
+from flashckpt.commands import ls as ls_command
 from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister.service import Daemon
@@ -256,7 +256,7 @@ def test_status_says_by_what_the_ranks_of_a_job_copy(job: FakeJob, capsys: Captu
 
 
 def test_status_reads_goodput_from_the_ledger_and_skips_a_torn_line(job: FakeJob, capsys: Captured) -> None:
-    from flashckpt.cli.status import goodput
+    from flashckpt.commands.status import goodput
 
     created_s = job.ranks[0].segment.created_ns / 1e9
     ledger = job.directory.path / "ledger.jsonl"

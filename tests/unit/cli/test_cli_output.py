@@ -20,9 +20,10 @@ from rich.console import Console
 from support.daemons import two_checkpoints
 
 from flashckpt.checkpoint.catalog import read_manifest
-from flashckpt.cli import common, gc, status, status_page
+from flashckpt.cli import common
 from flashckpt.cli import main as cli
 from flashckpt.cli.output import FittingTable
+from flashckpt.commands import gc, status, status_page
 from flashckpt.console import diff, inspect
 from flashckpt.errors import DamagedError, StoreError
 from flashckpt.printable import counted, plain, printable, to_json
@@ -146,7 +147,11 @@ def test_every_command_says_every_error_in_one_form(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    for place in ("interop.import_command.open_foreign", "cli.status.jobs_in_memory", "storage.posix.PosixStore.check"):
+    for place in (
+        "interop.import_command.open_foreign",
+        "commands.status.jobs_in_memory",
+        "storage.posix.PosixStore.check",
+    ):
         monkeypatch.setattr(f"flashckpt.{place}", fail)
     wanted: dict[type[BaseException], set[int]] = {KeyboardInterrupt: {130}, OSError: {74, 10}, StoreError: {41}}
     for line in ("ls R", "inspect R", "verify R", "keep R 10", "diff R 10 20", "gc R", "export R --to x.pt",

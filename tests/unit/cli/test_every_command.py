@@ -14,7 +14,7 @@ from rich.console import Console
 from support.daemons import two_checkpoints
 
 from flashckpt.cli import main as cli
-from flashckpt.cli import progress as shown
+from flashckpt.commands import progress as shown
 
 Captured = pytest.CaptureFixture[str]
 PARTS = {"type", "problem", "found", "expected", "state", "remedy", "exit_code"}

@@ -17,7 +17,7 @@ from support.one_rank import agent_of_the_test, crash, finished, step_kept  # no
 
 from flashckpt import Checkpointer
 from flashckpt.checkpoint.catalog import list_checkpoints
-from flashckpt.cli.verify import verify
+from flashckpt.commands.verify import verify
 from flashckpt.console.diff import diff
 from flashckpt.console.inspect import inspect
 from flashckpt.dashboard.gather import PageSource

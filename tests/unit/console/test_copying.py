@@ -20,7 +20,7 @@ from flashckpt.checkpoint.root_records import LATEST, MANIFEST, claim_generation
 from flashckpt.checkpoint.sweeping import sweep
 from flashckpt.checkpoint.writer import PersistOptions, commit, persist_slot
 from flashckpt.cli import main as cli
-from flashckpt.cli.verify import verify_checkpoint
+from flashckpt.commands.verify import verify_checkpoint
 from flashckpt.console import copying
 from flashckpt.console.copying import copy_checkpoint
 from flashckpt.core.lineage import Generation

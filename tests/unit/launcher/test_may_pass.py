@@ -26,9 +26,9 @@ from flashckpt.errors import FINAL_CODES, PASSING_CODES, DataError, FlashckptErr
 from flashckpt.restore import gather
 from flashckpt.shm.agent_folder import read_permanent_error, waited_at
 from flashckpt.storage.conditional import UnknownRequestError
-from flashckpt.storage.fsspec_store import FsspecStore
 from flashckpt.storage.posix import PosixStore
-from flashckpt.storage.s3_errors import request_error, translate
+from flashckpt.stores.fsspec_store import FsspecStore
+from flashckpt.stores.s3_errors import request_error, translate
 from flashckpt.trainer.hub.source import read_json
 from flashckpt.trainer.train.nonfatal import report_once
 

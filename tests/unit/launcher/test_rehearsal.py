@@ -23,9 +23,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from flashckpt import rehearsal
 from flashckpt.daemon.zygote.rehearse import check_target
 from flashckpt.errors import ConfigError
+from flashckpt.rehearsal.trainer_step import ranks_of_node, rehearse
 from flashckpt.trainer.config import to_toml
 from flashckpt.trainer.parallel.layout import resolve_layout
-from flashckpt.trainer.rehearsal import ranks_of_node, rehearse
 
 WARM = """
 import os, threading, time

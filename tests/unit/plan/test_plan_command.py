@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from flashckpt.cli.quantity import parse_duration, parse_scale, parse_size, show_bytes, show_rate, show_s
+from flashckpt.commands.quantity import parse_duration, parse_scale, parse_size, show_bytes, show_rate, show_s
 from flashckpt.errors import ConfigError, FlashckptError, FormatVersionError, LayoutError
 from flashckpt.plan.command import plan
 

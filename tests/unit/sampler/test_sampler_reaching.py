@@ -32,11 +32,11 @@ from flashckpt.sampler.datasets import reaching
 from flashckpt.sampler.datasets.remote_file import RemoteFile
 from flashckpt.trainer.config import from_values
 from flashckpt.trainer.config.data import SourceConfig
-from flashckpt.trainer.data.documents import documents_of, parts_of
 from flashckpt.trainer.data.files import matching_files
 from flashckpt.trainer.data.mixed import MixedDataset
 from flashckpt.trainer.data.training_data import TrainingData
-from flashckpt.trainer.data.vocabulary import read_vocabulary
+from flashckpt.trainer.prepare.documents import documents_of, parts_of
+from flashckpt.trainer.prepare.vocabulary import read_vocabulary
 
 
 @pytest.fixture

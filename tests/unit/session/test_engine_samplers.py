@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from flashckpt import Checkpointer, collectives
-from flashckpt.cli.status import describe
+from flashckpt.commands.status import describe
 from flashckpt.errors import ConfigError, LayoutError, SamplerStateError
 from flashckpt.sampler import ElasticBatchSampler, ElasticSampler
 from flashckpt.state.samplers import Commits, leave_out, refuse_gaps

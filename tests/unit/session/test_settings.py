@@ -22,8 +22,9 @@ from flashckpt.errors import ConfigError
 from flashckpt.report import RestoreReport
 from flashckpt.session.durability import Wanted
 from flashckpt.shm.job_directory import JobConfig, JobDirectory
-from flashckpt.storage.factory import S3_OPTIONS, local_path, open_store, root_url
+from flashckpt.storage.factory import local_path, open_store, root_url
 from flashckpt.storage.posix import PosixStore
+from flashckpt.stores.s3_roots import S3_OPTIONS
 from flashckpt.trainer import config as trainer_config
 from flashckpt.trainer.train import starting
 

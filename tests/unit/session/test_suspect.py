@@ -14,8 +14,8 @@ from support.agents import pretend_agent
 from support.one_rank import agent_of_the_test, crash, finished, step_kept  # noqa: F401 -- fixtures
 
 from flashckpt import Checkpointer
-from flashckpt.cli.ls import ls
-from flashckpt.cli.status import describe, status
+from flashckpt.commands.ls import ls
+from flashckpt.commands.status import describe, status
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.session.session import FORGET
 from flashckpt.shm.agent_folder import bad_steps, end_suspects

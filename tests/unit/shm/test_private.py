@@ -312,7 +312,7 @@ def test_gc_goes_on_where_a_job_comes_to_life(
         living.append(JobDirectory.open("a"))
         return found
 
-    monkeypatch.setattr("flashckpt.cli.gc.look", then_a_starts)
+    monkeypatch.setattr("flashckpt.commands.gc.look", then_a_starts)
     code, document, _ = run("gc", "--apply", capsys=capsys)
     assert (code, [one["job"] for one in document["memory"]]) == (0, ["b"])
     assert [(one["job"], one["nbytes"]) for one in document["kept"]] == [("a", 0)]

@@ -18,10 +18,10 @@ from support.s3_stub import Stub, s3_stub
 
 from flashckpt.errors import ConfigError, RootError
 from flashckpt.storage.factory import open_in_rank, open_store, place_of
-from flashckpt.storage.s3 import S3Store
-from flashckpt.storage.s3_address import address_of
 from flashckpt.storage.store import PART_BYTES
 from flashckpt.stores.obstore_store import CredentialChain, ObstoreStore
+from flashckpt.stores.s3 import S3Store
+from flashckpt.stores.s3_address import address_of
 
 CLIENTS = ("s3fs", "obstore")
 HERE, OTHER = "http://private.example", "http://other.example"

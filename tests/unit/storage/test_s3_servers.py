@@ -22,9 +22,10 @@ from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister.housekeeping import sweep_root
 from flashckpt.errors import DamagedError, FlashckptError, ObjectMissingError, StoreError
-from flashckpt.storage import conditional, s3_session
+from flashckpt.storage import conditional
 from flashckpt.storage.factory import open_store
 from flashckpt.storage.store import PART_BYTES, Store
+from flashckpt.stores import s3_session
 
 both = pytest.mark.parametrize("client", ["s3fs", "obstore"])
 UNKNOWN = [(501, "NotImplemented"), (405, "MethodNotAllowed")]

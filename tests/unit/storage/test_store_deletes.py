@@ -10,7 +10,7 @@ import pytest
 
 from flashckpt.errors import RootError, StoreError
 from flashckpt.storage.factory import open_store
-from flashckpt.storage.s3 import S3Store
+from flashckpt.stores.s3 import S3Store
 
 
 class RefusedError(Exception):
@@ -45,7 +45,7 @@ class Client:
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> S3Store:
-    monkeypatch.setattr("flashckpt.storage.s3.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("flashckpt.stores.s3.FIRST_PAUSE_S", 0.0)
     return S3Store("s3://bucket/run", {"retries": 3})
 
 

@@ -16,8 +16,8 @@ from flashckpt.checkpoint.catalog import list_checkpoints
 from flashckpt.checkpoint.root_records import MANIFEST, prefix_of
 from flashckpt.checkpoint.writer import commit, persist_slot
 from flashckpt.errors import DamagedError, FlashckptError, StoreError
-from flashckpt.storage.s3_session import Tags
 from flashckpt.storage.store import PART_BYTES, Store
+from flashckpt.stores.s3_session import Tags
 
 both = pytest.mark.parametrize("backend", ["s3fs", "obstore"])
 PREFIX = prefix_of(1, 10)

@@ -17,8 +17,8 @@ from flashckpt.plan.report import Rates, costs_from
 from flashckpt.trainer.config import RunConfig, read_config
 from flashckpt.trainer.dry_run.command import as_text, describe, rank_kinds, slot_of
 from flashckpt.trainer.dry_run.options import DryRunOptions
+from flashckpt.trainer.flops import count_parameters
 from flashckpt.trainer.hub.hub_config import from_hub, to_hub
-from flashckpt.trainer.model.flops import count_parameters
 from flashckpt.trainer.parallel.layout import resolve_layout
 from flashckpt.trainer.parallel.switches import on_device
 from flashckpt.trainer.plan.failures import RELAUNCH_S, REPLACE_S, failure_forecast

@@ -22,15 +22,15 @@ from flashckpt.errors import ConfigError, DataError
 from flashckpt.sampler import JsonLines, MegatronFile, TextLines, TokenFile
 from flashckpt.trainer.config import from_values, read_config
 from flashckpt.trainer.config.eval import ProbeConfig
-from flashckpt.trainer.data import vocabulary
-from flashckpt.trainer.data.command import data as data_command
-from flashckpt.trainer.data.corpus import _file_texts, is_held_out
-from flashckpt.trainer.data.documents import documents_of, parts_of
 from flashckpt.trainer.data.mixed import MixedDataset, channels_of
-from flashckpt.trainer.data.prepare import prepare
 from flashckpt.trainer.data.prepared import check_sources
 from flashckpt.trainer.data.token_windows import Shards
-from flashckpt.trainer.data.vocabulary import Vocabulary, train_bpe
+from flashckpt.trainer.prepare import vocabulary
+from flashckpt.trainer.prepare.command import data as data_command
+from flashckpt.trainer.prepare.corpus import _file_texts, is_held_out
+from flashckpt.trainer.prepare.documents import documents_of, parts_of
+from flashckpt.trainer.prepare.shards import prepare
+from flashckpt.trainer.prepare.vocabulary import Vocabulary, train_bpe
 from flashckpt.trainer.scored.questions import read_questions
 
 WORDS = [f"Gr\u00fc\u00dfe {number} aus K\u00f6ln, caf\u00e9 \u00e0 la carte" for number in range(60)]
@@ -296,7 +296,7 @@ def test_a_channel_of_which_nothing_is_held_out_is_named_with_its_numbers(tmp_pa
     for used, refused in ((sources, False), (sources[:1], True)):
         folder = f'[train]\nseq_len = 8\n[eval]\nevery = 5\n[data]\nfolder = "{tmp_path}/tokens{refused}"\n'
         path.write_text(folder + "".join(used))
-        assert data_command(["prepare"], str(path)) == 0
+        assert data_command(["prepare", "--config", str(path)]) == 0
         said = capsys.readouterr().err
         assert (
             "warning: channel few: 0 of 4 documents, 0 tokens are held out (about one document in data.holdout_every = 20)"

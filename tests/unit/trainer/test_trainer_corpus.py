@@ -13,9 +13,10 @@ from support.training import write_corpus
 
 from flashckpt import faults
 from flashckpt.errors import DataError
-from flashckpt.trainer.data.corpus import prepare_corpus, read_index
+from flashckpt.trainer.data.prepared import read_index
 from flashckpt.trainer.data.training_data import TrainingData
 from flashckpt.trainer.data.windows import TokenDataset, ids_digest
+from flashckpt.trainer.prepare.corpus import prepare_corpus
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from support.evaluation import write_lines
 from flashckpt.errors import ConfigError
 from flashckpt.trainer import __main__ as command
 from flashckpt.trainer.config.data import DataConfig, SourceConfig
-from flashckpt.trainer.data.command import find_duplicates
+from flashckpt.trainer.prepare.command import find_duplicates
 
 STORY = " ".join(
     f"In the year {n} the river ran slowly past the {n * 7} old mills, and nobody knew where it went." for n in range(9)

@@ -20,14 +20,14 @@ from flashckpt.trainer.config import RunConfig, from_values, read_config, to_tom
 from flashckpt.trainer.config.changes import recorded_values
 from flashckpt.trainer.config.eval import ProbeConfig
 from flashckpt.trainer.data.mixed import MixedDataset
-from flashckpt.trainer.data.prepare import prepare
-from flashckpt.trainer.data.vocabulary import Vocabulary, train_bpe
 from flashckpt.trainer.evaluate.results import Score, Scores, curves_of, plain_scores, score_lines, score_table
 from flashckpt.trainer.evaluate.rows import NO_TARGET, RowScores, chunks_of
 from flashckpt.trainer.evaluate.scores import Evaluator, Probe, continued, open_probes
 from flashckpt.trainer.parallel.apply import build_parallel
 from flashckpt.trainer.parallel.distributed import process_group
 from flashckpt.trainer.parallel.layout import resolve_layout
+from flashckpt.trainer.prepare.shards import prepare
+from flashckpt.trainer.prepare.vocabulary import Vocabulary, train_bpe
 from flashckpt.trainer.scored.questions import read_questions
 from flashckpt.trainer.scored.sets import check_evaluation, prepare_sets, run_vocabulary, sets_of
 

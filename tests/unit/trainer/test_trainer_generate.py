@@ -142,7 +142,7 @@ def test_bytes_never_show_half_a_character() -> None:
 
 def test_tokens_of_a_library_never_show_half_a_character() -> None:
     tokenizers = pytest.importorskip("tokenizers", reason="`make setup` installs it")
-    from flashckpt.trainer.data.vocabulary import train_bpe
+    from flashckpt.trainer.prepare.vocabulary import train_bpe
 
     content = train_bpe(["the cat sat on the mat " * 50], 266)
     codec = TextCodec(content)
@@ -173,7 +173,7 @@ def asked(capsys: Any, *words: str, code: int = 0) -> dict[str, Any]:
 
 def write_folder(folder: Path, config: ModelConfig, **changes: Any) -> Path:
     """Write a Hugging Face folder with a tokenizer of bytes."""
-    from flashckpt.trainer.data.vocabulary import byte_tokenizer
+    from flashckpt.trainer.prepare.vocabulary import byte_tokenizer
 
     model = model_of(config)
     held = dict(model.named_parameters())
@@ -265,7 +265,7 @@ def test_wrong_input_is_one_error_before_torch(tmp_path: Path) -> None:
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, capsys: Any) -> None:
     pytest.importorskip("tokenizers", reason="`make setup` installs it")
-    from flashckpt.trainer.data.vocabulary import train_bpe
+    from flashckpt.trainer.prepare.vocabulary import train_bpe
 
     folder = write_folder(tmp_path / "hf", replace(MODELS["plain"], context=LENGTH))
     (tmp_path / "tokenizer.json").write_bytes(train_bpe(["the cat sat on the mat " * 50], 266))

@@ -29,7 +29,6 @@ from flashckpt.storage.factory import open_store
 from flashckpt.trainer.__main__ import main
 from flashckpt.trainer.config import RunConfig, from_values, to_values
 from flashckpt.trainer.config.model import ModelConfig
-from flashckpt.trainer.data.vocabulary import byte_tokenizer
 from flashckpt.trainer.hub import weights
 from flashckpt.trainer.hub.families import FAMILIES, family_of, tensors_of
 from flashckpt.trainer.hub.hub_config import from_hub, to_hub
@@ -38,6 +37,7 @@ from flashckpt.trainer.hub.start import with_model_of_weights
 from flashckpt.trainer.hub.tokenizer_files import files_of_saved
 from flashckpt.trainer.hub.transfer import export_folder, import_folder
 from flashckpt.trainer.model.transformer import Transformer
+from flashckpt.trainer.prepare.vocabulary import byte_tokenizer
 from flashckpt.trainer.train.record import RunRecord
 
 SMALL: dict[str, Any] = {"vocab": 256, "dim": 16, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 24}

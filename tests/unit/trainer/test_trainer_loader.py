@@ -22,9 +22,9 @@ from support.training import run_config
 from flashckpt.errors import DataError, SamplerStateError
 from flashckpt.sampler import ElasticSampler, Mixture
 from flashckpt.trainer.data.mixed import open_data
-from flashckpt.trainer.data.prepare import prepare
 from flashckpt.trainer.data.training_data import TrainingData
 from flashckpt.trainer.data.windows import Batch
+from flashckpt.trainer.prepare.shards import prepare
 from flashckpt.trainer.train.phased_data import PhasedData, PhasedSampler
 from flashckpt.trainer.train.phases import phases_of
 

@@ -13,7 +13,7 @@ from flashckpt.errors import DivergedError
 from flashckpt.trainer.config import GuardConfig, from_values
 from flashckpt.trainer.config.model import ModelConfig
 from flashckpt.trainer.config.optim import OptimConfig
-from flashckpt.trainer.model.flops import count_parameters, flops_per_token
+from flashckpt.trainer.flops import count_parameters, flops_per_token
 from flashckpt.trainer.model.transformer import Transformer
 from flashckpt.trainer.parallel.apply import MicroBatch, build_stage
 from flashckpt.trainer.parallel.layout import resolve_layout

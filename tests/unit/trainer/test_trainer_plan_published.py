@@ -10,7 +10,7 @@ import pytest
 from flashckpt.errors import ConfigError, LayoutError
 from flashckpt.trainer.config import from_values
 from flashckpt.trainer.config.model import ModelConfig
-from flashckpt.trainer.model.flops import flops_per_token, mfu, recomputed_flops_per_token, training_days
+from flashckpt.trainer.flops import flops_per_token, mfu, recomputed_flops_per_token, training_days
 from flashckpt.trainer.parallel.layout import resolve_layout
 from flashckpt.trainer.plan.failures import chance, gpu_hours
 from flashckpt.trainer.plan.forecast import memory, step_time

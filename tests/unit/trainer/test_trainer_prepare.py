@@ -18,9 +18,9 @@ from flashckpt import faults
 from flashckpt.errors import ConfigError, DataError
 from flashckpt.faults import CRASH_POINTS
 from flashckpt.trainer.config.data import DataConfig, SourceConfig
-from flashckpt.trainer.data.documents import documents_of, parts_of
-from flashckpt.trainer.data.prepare import index_name, prepare
-from flashckpt.trainer.data.prepared import read_prepared
+from flashckpt.trainer.data.prepared import index_name, read_prepared
+from flashckpt.trainer.prepare.documents import documents_of, parts_of
+from flashckpt.trainer.prepare.shards import prepare
 
 TEXTS = [f"document {i}: " + "lorem ipsum dolor sit amet " * (i % 7) + "\u00e9\u4e2d" * (i % 3) for i in range(60)]
 

@@ -16,6 +16,7 @@ from flashckpt.errors import NoCheckpointError
 from flashckpt.storage.factory import open_store
 from flashckpt.trainer.config import RunConfig, from_values
 from flashckpt.trainer.config.model import ModelConfig
+from flashckpt.trainer.flops import count_parameters
 from flashckpt.trainer.generate.subject import open_subject
 from flashckpt.trainer.hub import tokenizer_hook
 from flashckpt.trainer.hub.families import tensors_of
@@ -24,7 +25,6 @@ from flashckpt.trainer.hub.root_files import FOLDER, digest_of_files, keep, kept
 from flashckpt.trainer.hub.tokenizer_files import files_of_run
 from flashckpt.trainer.hub.tokenizer_hook import TokenizerHooks
 from flashckpt.trainer.hub.transfer import export_folder, import_folder
-from flashckpt.trainer.model.flops import count_parameters
 from flashckpt.trainer.plan.command import plan
 from flashckpt.trainer.train.hooks import HookedRun
 

@@ -16,10 +16,10 @@ from flashckpt.errors import ConfigError, DataError
 from flashckpt.trainer.config import RunConfig, from_values
 from flashckpt.trainer.config.model import ModelConfig
 from flashckpt.trainer.data.mixed import MixedDataset
-from flashckpt.trainer.data.prepare import prepare
 from flashckpt.trainer.data.prepared import check_prepared, check_sources
 from flashckpt.trainer.data.training_data import TrainingData
 from flashckpt.trainer.model.transformer import Transformer
+from flashckpt.trainer.prepare.shards import prepare
 
 
 def run_of(folder: Path, **data: Any) -> RunConfig:

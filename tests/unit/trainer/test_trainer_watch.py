@@ -19,7 +19,7 @@ from flashckpt.report import RestoreReport
 from flashckpt.trainer.config import from_values
 from flashckpt.trainer.config.changes import recorded_values
 from flashckpt.trainer.config.model import ModelConfig
-from flashckpt.trainer.model.flops import count_parameters, flops_per_token, peak_tflops
+from flashckpt.trainer.flops import count_parameters, flops_per_token, peak_tflops
 from flashckpt.trainer.train.metrics import StepRecord, Trace
 from flashckpt.trainer.train.step_phases import FenceClock
 from flashckpt.trainer.watch import reporter

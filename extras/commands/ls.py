@@ -26,7 +26,7 @@ from flashckpt.cli.common import (
     root_options,
     show,
 )
-from flashckpt.cli.replicas import kept_replicas, replication
+from flashckpt.commands.replicas import kept_replicas, replication
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.shm.inventory import scan
 from flashckpt.storage.store import Store

@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from importlib import import_module
 from typing import Any
 
 import click
@@ -18,31 +17,31 @@ from flashckpt.cli import output
 from flashckpt.environment import env
 from flashckpt.errors import FlashckptError
 
-COMMANDS: dict[str, tuple[str, str]] = {
-    "ls": ("flashckpt.cli.ls:ls", "List the checkpoints of a root, and this machine's snapshots of it."),
-    "inspect": ("", "Show tensors, layout, data position and configuration."),
-    "verify": ("flashckpt.cli.verify:verify", "Read every byte and compare it with its digest."),
-    "diff": ("", "Compare two checkpoints tensor by tensor."),
-    "export": ("", "Write a checkpoint as safetensors, a torch file or a dcp folder."),
-    "import": ("", "Make a checkpoint from safetensors, a torch file or a dcp folder."),
-    "keep": ("", "Keep a checkpoint whatever the retention policy says."),
-    "cp": ("", "Copy a checkpoint to another root, verified on the way."),
-    "rm": ("", "Remove one checkpoint."),
-    "gc": ("flashckpt.cli.gc:gc", "Remove garbage: dead jobs' memory, orphans, expired checkpoints."),
-    "forget": ("flashckpt.cli.forget:forget", "Start over: forget what this machine's memory holds of a dead job."),
-    "status": ("flashckpt.cli.status:status", "Show the jobs on this machine: last snapshot, last persist, failures."),
-    "top": ("", "Follow a job in the terminal."),
-    "watch": ("", "Wait until a job commits, reaches a step, or ends."),
-    "persist": ("", "Persist the newest snapshot of a running job now."),
-    "dashboard": ("", "Show a running or finished job as one page."),
-    "doctor": ("", "Check this machine and a root for what would stop a job."),
-    "examples": ("", "List example programs and configurations, or write them here."),
-    "check": ("", "Run a training script with and without a kill: does it continue exactly?"),
-    "bench": ("", "Measure memory and storage the way flashckpt uses them."),
-    "plan": ("", "Advise on intervals from measured or assumed costs."),
-    "train": ("", "Train with the trainer that is part of this package, and what goes with it."),
+COMMANDS = {
+    "ls": "List the checkpoints of a root, and this machine's snapshots of it.",
+    "inspect": "Show tensors, layout, data position and configuration.",
+    "verify": "Read every byte and compare it with its digest.",
+    "diff": "Compare two checkpoints tensor by tensor.",
+    "export": "Write a checkpoint as safetensors, a torch file or a dcp folder.",
+    "import": "Make a checkpoint from safetensors, a torch file or a dcp folder.",
+    "keep": "Keep a checkpoint whatever the retention policy says.",
+    "cp": "Copy a checkpoint to another root, verified on the way.",
+    "rm": "Remove one checkpoint.",
+    "gc": "Remove garbage: dead jobs' memory, orphans, expired checkpoints.",
+    "forget": "Start over: forget what this machine's memory holds of a dead job.",
+    "status": "Show the jobs on this machine: last snapshot, last persist, failures.",
+    "top": "Follow a job in the terminal.",
+    "watch": "Wait until a job commits, reaches a step, or ends.",
+    "persist": "Persist the newest snapshot of a running job now.",
+    "dashboard": "Show a running or finished job as one page.",
+    "doctor": "Check this machine and a root for what would stop a job.",
+    "examples": "List example programs and configurations, or write them here.",
+    "check": "Run a training script with and without a kill: does it continue exactly?",
+    "bench": "Measure memory and storage the way flashckpt uses them.",
+    "plan": "Advise on intervals from measured or assumed costs.",
+    "train": "Train with the trainer that is part of this package, and what goes with it.",
 }
-"""Where each command is, "" for one of extras/ (an entry point), and its line of the help. Plug-ins have more."""
+"""The line of the help of each command, which is an entry point. Plug-ins have more."""
 
 INTERNAL_ERROR, SYSTEM_ERROR, INTERRUPTED, CLOSED_PIPE = 70, 74, 130, 141
 """Exit codes as in sysexits.h, and as shells give them for a program that ended by SIGINT or SIGPIPE."""
@@ -64,14 +63,9 @@ class _Lazy(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         del ctx
-        command: click.Command
-        module, _, name = COMMANDS.get(cmd_name, ("", ""))[0].partition(":")
-        if module:
-            command = getattr(import_module(module), name)
-        elif cmd_name in COMMANDS or entry_points.find(entry_points.COMMANDS, cmd_name) is not None:
-            command = entry_points.load(entry_points.COMMANDS, cmd_name)
-        else:
+        if cmd_name not in COMMANDS and entry_points.find(entry_points.COMMANDS, cmd_name) is None:
             return None
+        command: click.Command = entry_points.load(entry_points.COMMANDS, cmd_name)
         return command
 
     def resolve_command(
@@ -91,9 +85,8 @@ class _Lazy(click.Group):
 
 def _commands() -> dict[str, str]:
     """Return the line of the help of each command, those of plug-ins behind ours."""
-    found = {name: text for name, (_, text) in COMMANDS.items()}
     added = sorted(entry_points.others(entry_points.COMMANDS).items())
-    return found | {name: f"Added by the package {one.package}." for name, one in added if name not in found}
+    return COMMANDS | {name: f"Added by the package {one.package}." for name, one in added if name not in COMMANDS}
 
 
 @click.command("flashckpt", cls=_Lazy, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})

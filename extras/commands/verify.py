@@ -27,7 +27,7 @@ from flashckpt.cli.common import (
     step_option,
     words_of,
 )
-from flashckpt.cli.progress import progress
+from flashckpt.commands.progress import progress
 from flashckpt.core.shard_table import ShardTable
 from flashckpt.errors import DamagedError, FlashckptError
 from flashckpt.planning.pieces import GAP_BYTES, JOB_BYTES

@@ -16,8 +16,8 @@ from flashckpt.sampler.datasets.contents import HEAD_BYTES, decoded, refuse_no_t
 from flashckpt.sampler.datasets.reaching import may_pass, reach
 from flashckpt.sampler.datasets.remote_file import RemoteFile, is_remote, local_path
 from flashckpt.trainer.config.data import SourceConfig
-from flashckpt.trainer.data.corpus import stdlib_texts
 from flashckpt.trainer.data.files import file_system, full_name, matching_files
+from flashckpt.trainer.prepare.corpus import stdlib_texts
 
 SPLIT_BYTES = 64 << 20
 """JSON Lines are split about here, and text files are joined up to a quarter of it."""

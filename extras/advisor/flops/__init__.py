@@ -1,4 +1,4 @@
-"""How many parameters a model has, how many FLOPs its training takes, and what devices can do at most. Pure."""
+"""FLOPs and parameters of a model, and what devices can do at most. Pure."""
 
 from __future__ import annotations
 

@@ -27,15 +27,6 @@ from flashckpt.storage.conditional import (
     truncated,
 )
 from flashckpt.storage.direct_io import extents
-from flashckpt.storage.s3_errors import (
-    MISSING_KEY,
-    error_code,
-    has_no_batch_delete,
-    http_status,
-    is_transient_code,
-    undeleted,
-)
-from flashckpt.storage.s3_session import S3Session, say_once
 from flashckpt.storage.store import (
     DELETE_BATCH,
     PART_BYTES,
@@ -46,6 +37,15 @@ from flashckpt.storage.store import (
     Objects,
     check_key,
 )
+from flashckpt.stores.s3_errors import (
+    MISSING_KEY,
+    error_code,
+    has_no_batch_delete,
+    http_status,
+    is_transient_code,
+    undeleted,
+)
+from flashckpt.stores.s3_session import S3Session, say_once
 
 FIRST_PAUSE_S = 0.2
 """Seconds before keys of a batch that failed are sent again; each pause is twice the one before."""

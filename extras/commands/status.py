@@ -15,9 +15,9 @@ from rich.text import Text
 
 from flashckpt.checkpoint.history import SessionRecord, read_history, read_incidents, summary
 from flashckpt.cli.common import Command, complete_job, json_option, open_root, show, tell_skipped
-from flashckpt.cli.replicas import replication
-from flashckpt.cli.status_page import MOST_VERDICTS, in_short, page, table
-from flashckpt.cli.status_page import sessions as sessions_table
+from flashckpt.commands.replicas import replication
+from flashckpt.commands.status_page import MOST_VERDICTS, in_short, page, table
+from flashckpt.commands.status_page import sessions as sessions_table
 from flashckpt.core.incident import Incident, as_values
 from flashckpt.core.records import pack
 from flashckpt.errors import FlashckptError, PersistError

@@ -22,7 +22,7 @@ from flashckpt.cli.common import (
     show,
     tell_skipped,
 )
-from flashckpt.cli.progress import working
+from flashckpt.commands.progress import working
 from flashckpt.core.settings import Settings, duration_s
 from flashckpt.errors import JobInUseError, SharedMemoryError
 from flashckpt.shm.gc import DeadMemory, look, remove

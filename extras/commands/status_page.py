@@ -13,7 +13,7 @@ from rich.text import Text
 from flashckpt.checkpoint.history import cause_of
 from flashckpt.checkpoint.history import summary as summary_of
 from flashckpt.cli.common import age_of, human_age, human_bytes, new_table
-from flashckpt.cli.replicas import in_words
+from flashckpt.commands.replicas import in_words
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.printable import counted, printable
 

@@ -13,12 +13,12 @@ from typing import Any
 from flashckpt import entry_points
 from flashckpt.errors import ConfigError
 from flashckpt.trainer.config import RunConfig, read_config
-from flashckpt.trainer.config.command_line import take_flag
+from flashckpt.trainer.config.command_line import take_flag, take_value
 from flashckpt.trainer.config.data import DataConfig
-from flashckpt.trainer.data.channels import channels_of_index
-from flashckpt.trainer.data.documents import parts_of, placed_documents
-from flashckpt.trainer.data.prepare import PrepareProgress, prepare
 from flashckpt.trainer.data.prepared import not_held_out
+from flashckpt.trainer.prepare.channels import channels_of_index
+from flashckpt.trainer.prepare.documents import parts_of, placed_documents
+from flashckpt.trainer.prepare.shards import PrepareProgress, prepare
 
 NEAR = 0.8
 """Share of their passages that two documents have in common to be near duplicates (Jaccard), as MinHash estimates it."""
@@ -135,15 +135,17 @@ def duplicate_lines(found: dict[str, Duplicates], say: Callable[[str], object]) 
 INTERRUPTED = 130
 
 
-def data(words: Sequence[str], path: str | None) -> int:
-    """Run `data WORDS --config PATH` and return the exit code; errors are raised."""
-    if list(words[:1]) not in (["prepare"], ["duplicates"]):
+def data(words: Sequence[str]) -> int:
+    """Run `data WORDS` and return the exit code; errors are raised."""
+    words = list(words)
+    path = take_value(words, "--config")
+    if words[:1] not in (["prepare"], ["duplicates"]):
         raise ConfigError(
             "unknown command",
             found=" ".join(["data", *words[:1]]),
             expected="data prepare --config FILE, or data duplicates",
         )
-    rest = list(words[1:])
+    rest = words[1:]
     is_near = words[0] == "duplicates" and take_flag(rest, "--near")
     config = read_config(path, rest)
     if words[0] == "duplicates":

@@ -21,6 +21,7 @@ from typing import IO, Any
 from flashckpt.errors import DataError
 from flashckpt.faults import crash_point
 from flashckpt.sampler.datasets.contents import HEAD_BYTES, decoded, refuse_no_text
+from flashckpt.trainer.data.prepared import index_of_corpus
 
 VERSION = 1
 STDLIB = "stdlib"
@@ -47,7 +48,7 @@ def prepare_corpus(folder: str | os.PathLike[str], source: Sequence[str], holdou
         path.mkdir(parents=True, exist_ok=True)
         with (path / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            index = _read_index(path)
+            index = index_of_corpus(path)
             if index is None or index["recipe"] != recipe:
                 index = _write_corpus(path, recipe, source, holdout_every)
             return index
@@ -58,32 +59,6 @@ def prepare_corpus(folder: str | os.PathLike[str], source: Sequence[str], holdou
             expected="a writable folder with some 20 MB of room",
             remedy="set data.folder to another place",
         ) from error
-
-
-def read_index(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the index of a prepared corpus.
-
-    Raises:
-        DataError: no complete corpus is prepared there.
-    """
-    index = _read_index(Path(folder))
-    if index is None:
-        raise DataError(
-            f"there is no prepared corpus in {folder}",
-            found="no readable index.json",
-            expected="index.json and one .bin per channel",
-            remedy="set data.source, or remove the folder so that it is prepared again",
-        )
-    return index
-
-
-def _read_index(path: Path) -> dict[str, Any] | None:
-    try:
-        index: dict[str, Any] = json.loads((path / "index.json").read_text())
-        whole = all((path / name).stat().st_size == entry["tokens"] for name, entry in index["sets"].items())
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return index if whole else None
 
 
 def _write_corpus(path: Path, recipe: dict[str, Any], source: Sequence[str], holdout_every: int) -> dict[str, Any]:

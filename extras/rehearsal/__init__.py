@@ -1,5 +1,5 @@
 # ruff: noqa: SLF001 -- torch has no public way to say which rank and groups a mesh means
-"""A step rehearsed before the ranks exist: what torch plans once per process is planned once, by the process that forks them.
+"""A first step rehearsed before the ranks exist: they inherit its plans.
 
 DTensor decides for each operator, shape, placement and mesh how it is carried out, and keeps the decision. A rank that
 was restarted has none and decides all of them in its first step, beside all other ranks of the node. Decisions do

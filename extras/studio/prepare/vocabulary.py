@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from flashckpt.errors import ConfigError, DataError, FlashckptError
-from flashckpt.sampler.datasets.remote_file import RemoteFile
+from flashckpt.trainer.data.prepared import BYTES, tokenizer_at, tokenizer_digest
 
 
 def byte_tokenizer() -> dict[str, bytes]:
@@ -47,8 +45,6 @@ def _character(byte: int) -> str:
     return chr(256 + sum(one not in printable for one in range(byte)))
 
 
-BYTES = 256
-"""Tokens of text that is read as bytes."""
 END_TOKEN = "<|endoftext|>"  # noqa: S105 -- a token of text
 """What a BPE that is trained here puts between documents."""
 KNOWN_ENDS = (END_TOKEN, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|end|>", "[EOS]", "[SEP]")
@@ -72,7 +68,7 @@ class Vocabulary:
     def __init__(self, text: bytes, end_token: str = "", *, name: str = "bytes") -> None:
         self.name, self._tokenizer, self.size, self.end = name, None, BYTES, 0
         self.files = byte_tokenizer() if not text else {"tokenizer.json": text}
-        self.digest = _digest(text, end_token)
+        self.digest = tokenizer_digest(text, end_token)
         if text:
             self._tokenizer = parse_tokenizer(text, name)
             self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
@@ -176,33 +172,13 @@ def read_vocabulary(place: str, end_token: str) -> Vocabulary:
     """
     if place in ("", "bytes"):
         return Vocabulary(b"", end_token)
-    blob = _file(place)
+    blob = tokenizer_at(place)
     return Vocabulary(blob.read(0, blob.nbytes), end_token, name=blob.url)
 
 
 def tokenizer_file(digest: str) -> str:
     """Return the name of the file in which `data prepare` keeps a tokenizer."""
     return f"tokenizer-{digest}.json"
-
-
-def digest_of(place: str, end_token: str) -> str | None:
-    """Return the digest of `read_vocabulary(place, end_token)` without the library; None if the file is not here."""
-    if place in ("", "bytes"):
-        return _digest(b"", end_token)
-    try:
-        blob = _file(place)
-        return _digest(blob.read(0, blob.nbytes), end_token)
-    except DataError:
-        return None
-
-
-def _file(place: str) -> RemoteFile:
-    url = place if place.endswith(".json") else f"{place.rstrip('/')}/tokenizer.json"
-    return RemoteFile(url if "://" in url else Path(url).expanduser())
-
-
-def _digest(text: bytes, end_token: str) -> str:
-    return hashlib.blake2b(text + b"\0" + end_token.encode(), digest_size=8).hexdigest()
 
 
 def train_bpe(texts: Iterable[str], size: int) -> bytes:

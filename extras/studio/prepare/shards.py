@@ -25,13 +25,20 @@ from flashckpt.errors import ConfigError, DataError
 from flashckpt.faults import crash_point
 from flashckpt.sampler.datasets import index_file
 from flashckpt.trainer.config.data import DataConfig
-from flashckpt.trainer.data.corpus import is_held_out
-from flashckpt.trainer.data.documents import SPLIT_BYTES, TextPart, documents_of, parts_of, placed_documents
-from flashckpt.trainer.data.vocabulary import Vocabulary, read_vocabulary, tokenizer_file, train_bpe
+from flashckpt.trainer.data.prepared import (
+    SPLITS,
+    VERSION,
+    index_name,
+    plain_digest,
+    read_indexes,
+    settings_of,
+    sizes_of,
+)
+from flashckpt.trainer.data.token_windows import KIND
+from flashckpt.trainer.prepare.corpus import is_held_out
+from flashckpt.trainer.prepare.documents import SPLIT_BYTES, TextPart, documents_of, parts_of, placed_documents
+from flashckpt.trainer.prepare.vocabulary import Vocabulary, read_vocabulary, tokenizer_file, train_bpe
 
-VERSION = 2
-SPLITS = ("train", "held")
-KIND = "documents"
 _BATCH_CHARACTERS = 4 << 20
 _OURS = re.compile(
     r"\.?((?P<part>[0-9a-f]{24})|index(-[0-9a-f]{24})?|tokenizer-[0-9a-f]+|bpe-[0-9a-f]+)\.(.*\.)?(json|bin|idx|len|tmp)"
@@ -56,35 +63,6 @@ class _Target:
     folder: Path
     dtype: str
     every: int
-
-
-def settings_of(data: DataConfig) -> dict[str, Any]:
-    """Return the settings that prepared tokens depend on, as plain values."""
-    return {
-        "holdout_every": data.holdout_every, "tokenizer": data.tokenizer, "bpe": data.bpe, "end_token": data.end_token,
-        "sources": [
-            [one.kind, list(one.urls), one.key, one.tokenizer] if one.has_text else [one.kind] for one in data.sources
-        ],
-    }  # fmt: skip
-
-
-def index_name(data: DataConfig) -> str:
-    """Return the name of the index of what is prepared with these settings."""
-    return f"index-{_digest(settings_of(data))}.json"
-
-
-def read_indexes(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return what is prepared in a folder, by the name of its index, the newest first."""
-    found: list[tuple[int, str, dict[str, Any]]] = []
-    for path in folder.glob("index-*.json"):
-        try:
-            index = json.loads(path.read_bytes())
-            assert isinstance(index["settings"], dict)
-            assert all(record["name"] for records in index["sources"] for record in records)
-            found.append((path.stat().st_mtime_ns, path.name, index))
-        except (OSError, ValueError, KeyError, TypeError, AssertionError):
-            continue  # not one of ours, or damaged: what it names is prepared again
-    return {name: index for _, name, index in sorted(found, key=lambda one: one[:2], reverse=True)}
 
 
 def prepare(
@@ -125,7 +103,7 @@ def prepare(
             "digests": [one.digest if one else "" for one in vocabularies],
             "sources": records,
         }
-        index["fingerprint"] = _digest(index)
+        index["fingerprint"] = plain_digest(index)
         _refuse_nothing_to_use(index, name, data.holdout_every)
         crash_point("prepare.before-index")
         _replace(folder / index_name(data), json.dumps(index, indent=1).encode())
@@ -168,7 +146,7 @@ def _vocabularies(folder: Path, data: DataConfig, parts: Sequence[Sequence[TextP
 
 def _trained(folder: Path, data: DataConfig, parts: Sequence[Sequence[TextPart]]) -> Vocabulary:
     mine = [part for few, one in zip(parts, data.sources, strict=True) if not one.tokenizer for part in few]
-    path = folder / f"bpe-{_digest([data.bpe, [part.facts for part in mine]])}.json"
+    path = folder / f"bpe-{plain_digest([data.bpe, [part.facts for part in mine]])}.json"
     if not path.exists():
         texts = itertools.chain.from_iterable(documents_of(part) for part in mine)
         _replace(path, train_bpe(texts, data.bpe), before=lambda: crash_point("prepare.before-tokenizer"))
@@ -188,7 +166,7 @@ def _records(
         found.append([])
         for part in few:
             assert vocabulary is not None
-            name = _digest([VERSION, part.facts, vocabulary.digest, target.every, target.dtype])
+            name = plain_digest([VERSION, part.facts, vocabulary.digest, target.every, target.dtype])
             record = _recorded(target, name)
             reused += record is not None
             record = record or _write_part(target, name, part, vocabulary)
@@ -210,13 +188,6 @@ def _recorded(target: _Target, name: str) -> dict[str, Any] | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return record if sizes == wanted and indexed else None
-
-
-def sizes_of(record: dict[str, Any], dtype: str) -> list[tuple[str, int]]:
-    """Return the files of a part whose sizes follow from its record, and these sizes in bytes."""
-    name, held = record["name"], record["held"]["tokens"]
-    files = [(f"{name}.{split}.bin", record[split]["tokens"] * np.dtype(dtype).itemsize) for split in SPLITS]
-    return [*files, (f"{name}.held.len", held * 4)]
 
 
 def _write_part(target: _Target, name: str, part: TextPart, vocabulary: Vocabulary) -> dict[str, Any]:
@@ -355,7 +326,3 @@ def _replace(path: Path, data: bytes, *, before: Callable[[], None] = lambda: No
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _digest(value: Any) -> str:
-    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=12).hexdigest()

@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 from flashckpt.errors import ConfigError, FlashckptError, StoreError
 from flashckpt.storage.conditional import ProbedStore
-from flashckpt.storage.s3_address import S3Address, address_of
-from flashckpt.storage.s3_errors import (
+from flashckpt.stores.s3_address import S3Address, address_of
+from flashckpt.stores.s3_errors import (
     STALE,
     elsewhere,
     error_code,

@@ -1,0 +1,1 @@
+"""The `flashckpt` command; its subcommands are entry points. Torch-free."""

@@ -1,1 +1,0 @@
-"""The `flashckpt` command, one module per subcommand. Torch-free."""
