@@ -57,6 +57,7 @@ class Rules(Lineages):
         self.rotten: set[SnapshotId] = set()  # bits of it turned over in memory
         self._given_up = NOTHING  # the newest that was
         self.cut_short: dict[SnapshotId, float] = {}  # when its MANIFEST was
+        self.discarded = set[SnapshotId]()  # by a rank, though it was to be persisted
 
     # -- lineage ---------------------------------------------------------------------------------------------
 
@@ -259,14 +260,12 @@ class Rules(Lineages):
     def _may_decide(self, name: str) -> None:
         """Somebody opens an intent."""
         process = CLOCK.scheduler.process
-        record = None if process is None else self.job.nodes[process.node].directory.read_generation()
+        record = None if process is None else watches.generation_of(self.job.nodes[process.node])
         newest = max(filter(self._is_known, self._claims), default=0)
         # no storage fences who stops between its last look and the write
         has_stopped = process is not None and CLOCK.scheduler.now - process.paused_until < self.look_s()
         if record is not None and record.number < newest and not name.startswith("ready") and not has_stopped:
-            raise Violation(
-                "who is fenced decides nothing", f"intent {name} of generation {record.number}, not {newest}"
-            )
+            raise Violation("who is fenced decides nothing", f"intent {name} of {record.number}, not {newest}")
 
     def _state_of(self, identity: SnapshotId) -> State:
         manifest = decode_manifest(self.job.bucket.objects[f"{prefix_of(*identity)}/MANIFEST"][0], rows=False)
@@ -312,6 +311,10 @@ class Rules(Lineages):
     def was_touched(self, identity: SnapshotId) -> bool:
         """Whether a person deleted or damaged it."""
         return identity in self._removed_s
+
+    def is_excused(self, identity: SnapshotId) -> bool:
+        """Whether a snapshot was given up, or damaged by something else than the product."""
+        return identity <= self._given_up or identity in self.rotten or self.was_touched(identity)
 
     def _may_go(self, identity: SnapshotId) -> None:
         """Retention buries a checkpoint."""
