@@ -55,6 +55,15 @@ MORE = [
            "return [one for one, is_ours in zip(orphans, won, strict=True) if is_ours]", "return orphans"),
     Mutant("a sweep does not look for open intents", f"{_C}/sweeping.py",
            "busy = leased | {prefix_of(*intent.identity) for intent in list_intents(store)}", "busy = leased"),
+    # what ends
+    Mutant("a job that ends does not wait for its last commit", f"{_P}/service.py",
+           "            if idle and not alive:\n", "            if not alive:\n"),
+    Mutant("room is made of what is kept", f"{_C}/sweeping.py",
+           "pruned = prune(store, policy, now_s=now)", "pruned = prune(store, Policy(keep_last=1), now_s=now)"),
+    Mutant("room is made of what is being written", f"{_C}/sweeping.py",
+           "if not one.is_deleted and one.prefix in given_up], now)", "if not one.is_deleted], now)"),
+    Mutant("a damaged record takes any claim in its place", f"{_V}/gather.py",
+           "if newest is not None and ran == {newest.number}:", "if newest is not None:"),
     # agents, data, replicas
     Mutant("each failure is the farthest so far", "daemon/launcher/budget.py",
            "self._highest = max(self._highest, step)", "self._highest = step"),

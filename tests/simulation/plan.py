@@ -9,12 +9,12 @@ from functools import partial
 from random import Random
 
 from flashckpt.checkpoint.retention import keep
-from flashckpt.checkpoint.root_records import GENERATIONS, encode_claim, parse_prefix, prefix_of
-from flashckpt.core.lineage import Generation
+from flashckpt.checkpoint.root_records import parse_prefix, prefix_of
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError
 from simulation.clock import CLOCK
-from simulation.hazards import HAZARDS, kill_node
+from simulation.endings import ENDINGS
+from simulation.hazards import HAZARDS, kill_node, other_job
 from simulation.job import Job, Setup
 from simulation.machines import Node
 from simulation.start_hazards import START_HAZARDS
@@ -194,15 +194,6 @@ def _by_hand(job: Job, work: Callable[[], object], prefix: str) -> None:
     job.is_operator = False
 
 
-def other_job(job: Job, target: int, value: float) -> None:
-    """Another run is started on the same root: it claims the next generation, and dies."""
-    newest = max((int(key.rpartition("/")[2]) for key in job.bucket.below(GENERATIONS)), default=0)
-    claim = Generation(number=newest + 1, token="stranger", parent=None)
-    job.bucket.set(f"{GENERATIONS}{newest + 1:06d}", encode_claim(claim))
-    job.rules.begins(claim, is_on_root=True)
-    job.note("stranger")
-
-
 def preempt(job: Job, target: int, value: float) -> None:
     job.preempt()
 
@@ -333,6 +324,7 @@ KINDS: dict[str, Callable[[Job, int, float], None]] = {
     "messages come twice": double_messages,
     "others take over": take_over,
     **HAZARDS,
+    **ENDINGS,
     **START_HAZARDS,
 }
 
