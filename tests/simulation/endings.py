@@ -81,7 +81,9 @@ def given_back(job: Job, path: Any) -> None:
     after = rules.best()
     is_less = before is not None and (after is None or after.identity < before.identity)
     if before is not None and is_less and not rules.is_excused(before.identity):
-        raise Violation("what a job ends with is on the root", f"{before.identity}, and {after and after.identity} is left")
+        raise Violation(
+            "what a job ends with is on the root", f"{before.identity}, and {after and after.identity} is left"
+        )
 
 
 def install(job_of: Callable[[], Job]) -> None:

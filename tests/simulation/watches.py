@@ -116,7 +116,9 @@ def nothing_is_passed_over(job: Job, identity: SnapshotId) -> None:
         following = SnapshotId(lost.generation, lost.step - lost.step % every + every)
         is_later = before < lost < following < identity and following not in job.rules.discarded
         if is_later and min(taken[lost], taken.get(following, 0.0)) > free_s:
-            raise Violation("a discarded step costs one interval", f"{lost} was, and {identity} came behind {following}")
+            raise Violation(
+                "a discarded step costs one interval", f"{lost} was, and {identity} came behind {following}"
+            )
 
 
 def lease_taken(job: Job, key: str) -> None:
