@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from simulation.bugs import Mutant
+from simulation.bugs import REPLICATED, Hunt, Mutant
 
 _R, _V = "extras/replicas", "flashckpt/restore"
 _P, _C, _S, _L = "daemon/persister", "flashckpt/checkpoint", "flashckpt/shm", "flashckpt/planning"
@@ -31,6 +31,8 @@ MORE = [
            "attempts = self._tried[1] if self._tried[0] == intent.identity else 0", "attempts = 0"),
     Mutant("segments that are owned or read are retired", f"{_P}/retire.py",
            "if segment.is_owned or segment.busy():", "if False:"),
+    Mutant("nobody follows to what others persist in place of a skipped step", f"{_P}/negotiation.py",
+           "asked = {*self._marked(node), *(one.pinned for one in self._heard)}", "asked = {*self._marked(node)}"),
     # acknowledgements and memory
     Mutant("what is still open is lacked", f"{_S}/acks.py",
            "if identity in self.common or identity in self.open:", "if identity in self.common:"),
@@ -77,3 +79,25 @@ MORE = [
            "generation != session.generation or", "False or"),
 ]  # fmt: skip
 """Replacements, as in `bugs`."""
+MORE_HUNTS = {
+    "a job that ends": Hunt(("job ends",), {"nodes": 2, "per_node": 1}),
+    "room is made of what is kept": Hunt(("storage fills",), {"keep_last": 3}),
+    "room is made of what is being": Hunt(("storage fills", "slow node"), {"nodes": 3, "per_node": 1}),
+    "a damaged record": Hunt(("generation is damaged", "other job", "kill rank")),
+    "in its claim leaves no note": Hunt(("die in a restore", "other job in a restore", "kill rank"), {"votes": True}),
+    "a claim has no parent": Hunt(("step back", "lose all nodes"), {"keep_last": None}),
+    "no fence before a commit": Hunt(("others take over", "step back", "slow node", "hang node"), {"spares": 2}),
+    "an open intent that was rolled back": Hunt(("step back", "slow node", "storage is slow"), {"persist_every": 5}),
+    "slots stay pinned": Hunt(("storage is gone",), {"slots": 2, "per_node": 1}),
+    "a reader that comes late": Hunt(("slow reader",), {"keep_last": 1, "latency_s": 0.15}),
+    "an orphan that was just": Hunt(
+        ("operator sweeps", "slow node", "hang node at a point"), {"nodes": 3, "per_node": 1}
+    ),
+    "open intents": Hunt(("operator sweeps", "slow node", "storage is slow"), {"nodes": 3, "per_node": 1}),
+    "replica: what was kept": Hunt(("lose node", "kill persister", "cut between nodes"), REPLICATED),
+    "replica: ": Hunt(("lose node", "kill persister", "cut one way", "restart node"), REPLICATED),
+    "each failure is": Hunt(
+        ("kill rank", "step back"), {"nodes": 1, "per_node": 1, "faults_s": 300.0, "persist_every": 12}
+    ),
+}
+"""As `bugs.HUNTS`."""

@@ -20,7 +20,7 @@ from typing import Any
 from support.paths import ROOT
 
 from simulation.bugs import DEFENDED, HUNTS, MUTANTS, Hunt, Mutant
-from simulation.more_bugs import MORE
+from simulation.more_bugs import MORE, MORE_HUNTS
 
 BUSY: dict[str, object] = {"step_s": 1.0, "persist_every": 2, "faults_s": 40.0}
 """A job in which much happens in little time: many seeds of it are run sooner than one long one."""
@@ -53,7 +53,7 @@ def stories(mutant: Mutant, seeds: int) -> Iterator[tuple[str, tuple[Any, ...]]]
     from simulation.plan import draw
     from simulation.seeds import SEEDS
 
-    sought = next((one for word, one in HUNTS.items() if word in mutant.name), Hunt(()))
+    sought = next((one for word, one in {**MORE_HUNTS, **HUNTS}.items() if word in mutant.name), Hunt(()))
     kinds = ({**LONGER, **sought.fixed}, {**BUSY, **sought.fixed})
     new = ((str(seed), (seed, *draw(seed, sought.kinds, **kinds[seed % 2]))) for seed in range(1, seeds + 1))
     known = ((f"named {at}", (one.seed, one.setup, one.faults)) for at, one in enumerate(SEEDS, start=1))

@@ -12,6 +12,7 @@ from flashckpt.checkpoint.retention import keep
 from flashckpt.checkpoint.root_records import parse_prefix, prefix_of
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError
+from simulation import watches
 from simulation.clock import CLOCK
 from simulation.endings import ENDINGS
 from simulation.hazards import HAZARDS, kill_node, other_job
@@ -135,6 +136,18 @@ def _trouble(name: str, level: Callable[[float], object]) -> Callable[[Job, int,
         job.later(5 + value * 120, lambda: setattr(trouble, name, calm))
 
     return start
+
+
+def lose_root(job: Job, target: int, value: float) -> None:
+    """Nothing answers there."""
+    since_s, trouble = CLOCK.scheduler.now, job.bucket.trouble
+    trouble.is_gone = True
+
+    def back() -> None:
+        trouble.is_gone = False
+        watches.memory_goes_on(job, since_s)
+
+    job.later(5 + value * 120, back)
 
 
 def cut_root(job: Job, target: int, value: float) -> None:
@@ -303,7 +316,7 @@ KINDS: dict[str, Callable[[Job, int, float], None]] = {
     "storage forgets": _trouble("forgets", lambda v: 0.05 + 0.6 * v),
     "storage lies": _trouble("lies", lambda v: 0.1 + 0.8 * v),
     "storage is slow": _trouble("slowness", lambda v: 2 + 60 * v),
-    "storage is gone": _trouble("is_gone", lambda _: True),
+    "storage is gone": lose_root,
     "storage denies": _trouble("is_denied", lambda _: True),
     "storage is full": _trouble("is_full", lambda _: True),
     "listings lag": _trouble("lag_s", lambda v: 0.1 + 10 * v),

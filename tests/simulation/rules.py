@@ -57,7 +57,7 @@ class Rules(Lineages):
         self.rotten: set[SnapshotId] = set()  # bits of it turned over in memory
         self._given_up = NOTHING  # the newest that was
         self.cut_short: dict[SnapshotId, float] = {}  # when its MANIFEST was
-        self.discarded = set[SnapshotId]()  # by a rank, though it was to be persisted
+        self.discarded = set[SnapshotId]()  # by a rank, though to be persisted
 
     # -- lineage ---------------------------------------------------------------------------------------------
 
@@ -66,6 +66,8 @@ class Rules(Lineages):
     ) -> None:
         """A generation is written down somewhere; `starts`: all ranks go on with it now."""
         mark = mark_of(record.token)
+        if starts and not self.says_the_same(record):
+            raise Violation("a claim has its parent", f"generation {record.number} began with {record.parent}")
         self._begun[record.number][mark] = self._begun[record.number].get(mark) or parent
         if is_on_root:
             self.on_root[record.number] = record.parent
@@ -318,8 +320,7 @@ class Rules(Lineages):
 
     def _may_go(self, identity: SnapshotId) -> None:
         """Retention buries a checkpoint."""
-        setup = self.job.setup
-        look_s = self.look_s()  # from the last look at the claims to the tombstone
+        setup, look_s = self.job.setup, self.look_s()  # from the last look at the claims to the tombstone
         seen = {one: parent for one, parent in self.on_root.items() if self._is_known(one, look_s)}
         bounds = self.line(max(seen, default=0), seen)
         states = self.committed

@@ -25,6 +25,8 @@ PATIENCE_S = 60.0
 """Seconds that slow writers have at least."""
 LEASE_S = 5.0
 """Seconds that the holder of a commit's lease may be silent."""
+FAILED_S = 25.0
+"""Seconds until a persister knows that the root fails: two requests, each as long as a time-out."""
 NEWS_S = 5.0
 """Seconds until all nodes know of a commit."""
 _REASONS = (b"ranks [", b"its lineage was rolled back")
@@ -119,6 +121,19 @@ def nothing_is_passed_over(job: Job, identity: SnapshotId) -> None:
             raise Violation(
                 "a discarded step costs one interval", f"{lost} was, and {identity} came behind {following}"
             )
+
+
+def memory_goes_on(job: Job, since_s: float) -> None:
+    """The root was gone for a while, and nothing else was wrong: with how few slots ever, all ranks have held newer snapshots."""
+    rules, now, slow_s = job.rules, CLOCK.scheduler.now, FAILED_S + 8 * (job.setup.step_s + job.setup.copy_s)
+    ran = job.ranks and min(rules.taken_at.values(), default=now) < since_s
+    if now - since_s < slow_s or job.met != {"storage is gone"} or not ran:
+        return
+    best = rules.best()
+    if best is None or rules.taken_at[best.identity] < now - slow_s:
+        raise Violation(
+            "memory goes on without the root", f"{best and best.identity} is the newest after {now - since_s:.0f} s"
+        )
 
 
 def lease_taken(job: Job, key: str) -> None:
