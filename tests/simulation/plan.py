@@ -144,8 +144,9 @@ def lose_root(job: Job, target: int, value: float) -> None:
     trouble.is_gone = True
 
     def back() -> None:
+        if trouble.is_gone and CLOCK.scheduler.now < job.setup.faults_s:
+            watches.memory_goes_on(job, since_s)
         trouble.is_gone = False
-        watches.memory_goes_on(job, since_s)
 
     job.later(5 + value * 120, back)
 
