@@ -101,7 +101,7 @@ def install(job_of: Callable[[], Job]) -> None:
         job_of().note("made room", bool(found.nbytes))
         return found
 
-    made = flush.make_room
+    made: Any = flush.__dict__["make_room"]
     flush.__dict__["make_room"] = room
     here = {"private_directory": lambda _: contextlib.nullcontext(0), "take_away": take_away}
     service.__dict__.update(here, remove_tree=lambda *_: None)
