@@ -87,13 +87,14 @@ def next_candidate(
       there, the same one on every node: slots are looked at with each snapshot, and by `Seeker` while the root is asked.
     * It holds that until it learns of a higher one, and only a node that missed names one. So once nobody is late, all
       hold the same, unless a rank skipped or discarded the very step.
-    * A late node names a target twice as far as its last one: sooner or later it is farther than the news takes.
-    * A step that was skipped or discarded makes none of them go farther each time; the next one may be passed over, since
-      a target is `spacing` from what is newest by then.
+    * A late node names the next persist step, then one half an interval ahead, then more than twice as far each time:
+      sooner or later it is farther than the news takes. So a step that one node misses costs no more than an interval.
+    * A step that was skipped or discarded makes none of them go farther each time. What its ranks take in its place is
+      pinned by whoever still holds it.
 
     Args:
         search: Result of the last call; a new one after each intent.
-        flagged: Complete snapshots of persist steps on this node, ascending.
+        flagged: Complete snapshots on this node that are of persist steps, or that another node has pinned; ascending.
         newest: The newest complete snapshot of any kind.
         floor: Only snapshots above this count (committed or given up).
         others: Proposals of the other nodes.
@@ -116,6 +117,6 @@ def next_candidate(
     instead = max(usable, default=heard) if is_late else found
     if instead is not None and instead > heard and not search.misses and slots > MIN_SLOTS:
         return Search(target=instead, misses=1), instead  # the others may still hold this, or have yet to reach it
-    distance = max(1, spacing * 2 ** min(search.misses, 16) // 2)
+    distance = max(1, spacing * (2 ** min(search.misses, 16) - 1) // 2)
     ahead = SnapshotId(newest.generation, newest.step + distance)
     return Search(target=max(ahead, heard), misses=search.misses + is_late), None

@@ -273,7 +273,9 @@ class Negotiation:
         ]
         # What others have lost while this node held it with its last free slot, over a restart: nobody takes part in it.
         lacked = [identity for identity in tick.lacked if identity < (tick.generation.parent or NOTHING)]
-        flagged = [identity for identity in self._marked(node) if identity in alike and identity not in lacked]
+        # also what others persist in place of a step that one of their ranks skipped or discarded: no rank here has marked it
+        asked = {*self._marked(node), *(one.pinned for one in self._heard)}
+        flagged = [identity for identity in alike if identity in asked and identity not in lacked]
         self._search, wanted = next_candidate(
             self._search,
             flagged=flagged,

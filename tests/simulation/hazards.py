@@ -7,8 +7,9 @@ from collections.abc import Callable
 from functools import partial
 
 from flashckpt.checkpoint.retention import Policy, keep, prune, reading, tombstone
-from flashckpt.checkpoint.root_records import MANIFEST, parse_prefix, prefix_of
+from flashckpt.checkpoint.root_records import GENERATIONS, MANIFEST, encode_claim, parse_prefix, prefix_of
 from flashckpt.checkpoint.sweeping import sweep
+from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError
 from flashckpt.shm.segment import Segment
@@ -158,6 +159,15 @@ def rot(job: Job, target: int, value: float) -> None:
         identity, path, at = sorted(found, key=lambda one: (one[0], str(one[1])))[-1 - target % min(2, len(found))]
         memory.FILES.find(path).buffer[at + int(value * 64)] ^= 1 << target % 8
         job.rules.rotten.add(identity)
+
+
+def other_job(job: Job, target: int, value: float) -> None:
+    """Another run is started on the same root: it claims the next generation, and dies."""
+    newest = max((int(key.rpartition("/")[2]) for key in job.bucket.below(GENERATIONS)), default=0)
+    claim = Generation(number=newest + 1, token="stranger", parent=None)
+    job.bucket.set(f"{GENERATIONS}{newest + 1:06d}", encode_claim(claim))
+    job.rules.begins(claim, is_on_root=True)
+    job.note("stranger")
 
 
 def keep_oldest(job: Job, target: int, value: float) -> None:

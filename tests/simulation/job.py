@@ -13,7 +13,7 @@ from typing import Any
 from flashckpt.core.lineage import BEGINNING
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.shm.job_directory import JobConfig
-from simulation import memory, replicas, seams, voting
+from simulation import memory, replicas, seams, voting, watches
 from simulation.agents import Agents
 from simulation.clock import CLOCK, Killed, Process, Scheduler
 from simulation.machines import Node, Rank
@@ -150,6 +150,7 @@ class Job:
 
     def committed(self, identity: SnapshotId) -> None:
         """Something was committed."""
+        watches.nothing_is_passed_over(self, identity)
         self.committed_at[identity] = CLOCK.scheduler.now
         self.note("commits")
         told, self.on_commit = self.on_commit, []
@@ -333,6 +334,7 @@ class Job:
                     node=rank.node.index, replicate=self.setup.replicate, replica_address=rank.node.name,
                 )  # fmt: skip
                 directory = rank.node.directory
+                memory.FILES.remove(directory.request_path("ended"))  # type: ignore[arg-type]
                 CLOCK.scheduler.call_as(rank.process, partial(directory.write_config, config))
 
     # -- training --------------------------------------------------------------------------------------------

@@ -55,6 +55,11 @@ class Lineages:
         )
         return mark if is_used else 0
 
+    def says_the_same(self, record: Generation) -> bool:
+        """Whether the claim of a generation on the root, where there is one, has the parent that its ranks know."""
+        is_its = self._claims.get(record.number) == mark_of(record.token)
+        return not is_its or self.on_root.get(record.number) == record.parent
+
     def may_write(self, record: Generation) -> bool:
         """Whether the claims on the root leave it to a generation to write there."""
         mark = mark_of(record.token)

@@ -339,6 +339,7 @@ class Rank:
         if self.job.random.random() < self.job.setup.discards:
             writer.discard()
             self.wanted.discarded(request.id, RuntimeError("changed"), persist=request.persist)
+            self.job.rules.discarded |= {request.id} if request.persist else set()
             self.acks.publish(self.segments.complete(), low_watermark=request.id)
             self.job.say(self.process.name, f"discards its snapshot of {request.id}")
             return

@@ -9,12 +9,13 @@ from functools import partial
 from random import Random
 
 from flashckpt.checkpoint.retention import keep
-from flashckpt.checkpoint.root_records import GENERATIONS, encode_claim, parse_prefix, prefix_of
-from flashckpt.core.lineage import Generation
+from flashckpt.checkpoint.root_records import parse_prefix, prefix_of
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError
+from simulation import watches
 from simulation.clock import CLOCK
-from simulation.hazards import HAZARDS, kill_node
+from simulation.endings import ENDINGS
+from simulation.hazards import HAZARDS, kill_node, other_job
 from simulation.job import Job, Setup
 from simulation.machines import Node
 from simulation.start_hazards import START_HAZARDS
@@ -137,6 +138,19 @@ def _trouble(name: str, level: Callable[[float], object]) -> Callable[[Job, int,
     return start
 
 
+def lose_root(job: Job, target: int, value: float) -> None:
+    """Nothing answers there."""
+    since_s, trouble = CLOCK.scheduler.now, job.bucket.trouble
+    trouble.is_gone = True
+
+    def back() -> None:
+        if trouble.is_gone and CLOCK.scheduler.now < job.setup.faults_s:
+            watches.memory_goes_on(job, since_s)
+        trouble.is_gone = False
+
+    job.later(5 + value * 120, back)
+
+
 def cut_root(job: Job, target: int, value: float) -> None:
     index = _node(job, target).index
     job.bucket.trouble.cut.add(index)
@@ -192,15 +206,6 @@ def _by_hand(job: Job, work: Callable[[], object], prefix: str) -> None:
     job.rules.removed_by_operator(identity)
     work()
     job.is_operator = False
-
-
-def other_job(job: Job, target: int, value: float) -> None:
-    """Another run is started on the same root: it claims the next generation, and dies."""
-    newest = max((int(key.rpartition("/")[2]) for key in job.bucket.below(GENERATIONS)), default=0)
-    claim = Generation(number=newest + 1, token="stranger", parent=None)
-    job.bucket.set(f"{GENERATIONS}{newest + 1:06d}", encode_claim(claim))
-    job.rules.begins(claim, is_on_root=True)
-    job.note("stranger")
 
 
 def preempt(job: Job, target: int, value: float) -> None:
@@ -312,7 +317,7 @@ KINDS: dict[str, Callable[[Job, int, float], None]] = {
     "storage forgets": _trouble("forgets", lambda v: 0.05 + 0.6 * v),
     "storage lies": _trouble("lies", lambda v: 0.1 + 0.8 * v),
     "storage is slow": _trouble("slowness", lambda v: 2 + 60 * v),
-    "storage is gone": _trouble("is_gone", lambda _: True),
+    "storage is gone": lose_root,
     "storage denies": _trouble("is_denied", lambda _: True),
     "storage is full": _trouble("is_full", lambda _: True),
     "listings lag": _trouble("lag_s", lambda v: 0.1 + 10 * v),
@@ -333,6 +338,7 @@ KINDS: dict[str, Callable[[Job, int, float], None]] = {
     "messages come twice": double_messages,
     "others take over": take_over,
     **HAZARDS,
+    **ENDINGS,
     **START_HAZARDS,
 }
 

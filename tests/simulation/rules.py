@@ -57,6 +57,7 @@ class Rules(Lineages):
         self.rotten: set[SnapshotId] = set()  # bits of it turned over in memory
         self._given_up = NOTHING  # the newest that was
         self.cut_short: dict[SnapshotId, float] = {}  # when its MANIFEST was
+        self.discarded = set[SnapshotId]()  # by a rank, though to be persisted
 
     # -- lineage ---------------------------------------------------------------------------------------------
 
@@ -65,6 +66,8 @@ class Rules(Lineages):
     ) -> None:
         """A generation is written down somewhere; `starts`: all ranks go on with it now."""
         mark = mark_of(record.token)
+        if starts and not self.says_the_same(record):
+            raise Violation("a claim has its parent", f"generation {record.number} began with {record.parent}")
         self._begun[record.number][mark] = self._begun[record.number].get(mark) or parent
         if is_on_root:
             self.on_root[record.number] = record.parent
@@ -259,14 +262,12 @@ class Rules(Lineages):
     def _may_decide(self, name: str) -> None:
         """Somebody opens an intent."""
         process = CLOCK.scheduler.process
-        record = None if process is None else self.job.nodes[process.node].directory.read_generation()
+        record = None if process is None else watches.generation_of(self.job.nodes[process.node])
         newest = max(filter(self._is_known, self._claims), default=0)
         # no storage fences who stops between its last look and the write
         has_stopped = process is not None and CLOCK.scheduler.now - process.paused_until < self.look_s()
         if record is not None and record.number < newest and not name.startswith("ready") and not has_stopped:
-            raise Violation(
-                "who is fenced decides nothing", f"intent {name} of generation {record.number}, not {newest}"
-            )
+            raise Violation("who is fenced decides nothing", f"intent {name} of {record.number}, not {newest}")
 
     def _state_of(self, identity: SnapshotId) -> State:
         manifest = decode_manifest(self.job.bucket.objects[f"{prefix_of(*identity)}/MANIFEST"][0], rows=False)
@@ -313,10 +314,13 @@ class Rules(Lineages):
         """Whether a person deleted or damaged it."""
         return identity in self._removed_s
 
+    def is_excused(self, identity: SnapshotId) -> bool:
+        """Whether a snapshot was given up, or damaged by something else than the product."""
+        return identity <= self._given_up or identity in self.rotten or self.was_touched(identity)
+
     def _may_go(self, identity: SnapshotId) -> None:
         """Retention buries a checkpoint."""
-        setup = self.job.setup
-        look_s = self.look_s()  # from the last look at the claims to the tombstone
+        setup, look_s = self.job.setup, self.look_s()  # from the last look at the claims to the tombstone
         seen = {one: parent for one, parent in self.on_root.items() if self._is_known(one, look_s)}
         bounds = self.line(max(seen, default=0), seen)
         states = self.committed

@@ -14,7 +14,7 @@ from flashckpt.daemon.persister.housekeeping import sweep_root
 from flashckpt.errors import FlashckptError
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Segment
-from simulation import memory, replicas, seams, voting, watches
+from simulation import endings, memory, replicas, seams, voting, watches
 from simulation.clock import CLOCK, Process, Spins
 from simulation.job import Job, Setup
 from simulation.machines import Node
@@ -76,6 +76,7 @@ def prepare() -> None:
     )
     replicas.install()
     watches.install()
+    endings.install(lambda: _current[0])
     voting.install()
     kind: Any = Segment
     for name in ("_put_header", "_put_both_headers", "remove_names"):

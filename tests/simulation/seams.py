@@ -138,13 +138,24 @@ def _memory() -> None:
     gather.agent_folder, gather.env, gather.Path = lambda: None, _AgentOfRank, memory.SimPath
     folder = _module("shm.agent_folder")
     folder.Path, folder._replace = memory.SimPath, lambda path, text: files.write(path, text.encode())
-    gather.Control = SimpleNamespace(open=_opened)
+    gather.Control, gather.ControlView = SimpleNamespace(open=_opened), _Rows
 
 
 def _opened(path: memory.SimPath) -> Any:
     if str(path) not in controls:
         raise FileNotFoundError(path)
     return controls[str(path)]
+
+
+class _Rows:
+    """In place of `ControlView`: the rows of a node's control page."""
+
+    def __init__(self, path: memory.SimPath) -> None:
+        self._control = _opened(path)
+
+    def rows(self) -> list[Any]:
+        """Return all of them."""
+        return [self._control.row(index) for index in range(self._control.rows)]
 
 
 class _AgentOfRank:

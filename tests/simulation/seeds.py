@@ -191,4 +191,10 @@ SEEDS = [
     Seed("a moment's failure costs no steps", 150,
          Setup(nodes=1, per_node=2, slots=2, step_s=1.0, persist_every=2, copy_s=0.8, latency_s=0.15, votes=True, faults_s=150.0),
          [Fault(43.7, "restart node", 0, 0.9), Fault(120.0, "storage is gone", 491, 0.2), Fault(122.0, "restart node", 1, 0.98)]),
+    # a rank discarded a persist step: its next snapshot, which nobody else had marked, was persisted by no other node
+    Seed("a discarded step costs one interval", 1,
+         Setup(nodes=2, spares=0, step_s=3.0, persist_every=5, copy_s=0.1, discards=0.1, latency_s=0.02, faults_s=100.0), []),
+    # and again while they searched: who was late a second time named a step a whole interval ahead
+    Seed("a discarded step costs one interval", 1,
+         Setup(nodes=3, spares=0, step_s=3.0, persist_every=5, copy_s=0.1, discards=0.1, latency_s=0.005, faults_s=100.0), []),
 ]  # fmt: skip

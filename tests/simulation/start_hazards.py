@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from simulation.clock import CLOCK
-from simulation.hazards import HAZARDS, kill_node
+from simulation.hazards import HAZARDS, kill_node, other_job
 from simulation.job import Job
 from simulation.machines import Rank
 
@@ -52,6 +52,18 @@ def _lose_root(job: Job, rank: Rank, target: int, value: float) -> None:
         job.later(1 + 90 * value, lambda: setattr(trouble, "is_gone", False))
 
 
+def _fill_root(job: Job, rank: Rank, target: int, value: float) -> None:
+    """Nothing more can be written to the root, though it can be read."""
+    trouble = job.bucket.trouble
+    trouble.is_full = True
+    job.later(1 + 90 * value, lambda: setattr(trouble, "is_full", False))
+
+
+def _overtake(job: Job, _: Rank, target: int, value: float) -> None:
+    """Another run claims the number that this start has chosen."""
+    CLOCK.scheduler.after(0.0, lambda: other_job(job, target, value))
+
+
 def _lose_node(job: Job, rank: Rank, target: int, value: float) -> None:
     CLOCK.scheduler.after(0.0, lambda: kill_node(job, rank.node, loses=target % 2 == 0, back_s=5 + 60 * value))
 
@@ -72,6 +84,8 @@ START_HAZARDS: dict[str, Fault] = {
     "hang in a restore": _in_a_start(_hang),
     "lose root in a restore": _in_a_start(_lose_root),
     "lose node in a restore": _in_a_start(_lose_node),
+    "root fills in a restore": _in_a_start(_fill_root),
+    "other job in a restore": _in_a_start(_overtake),
     "rot in a restore": _also("memory rots", 3),
     "cut MANIFEST in a restore": _also("MANIFEST is cut short"),
     "sweep in a restore": _also("operator sweeps"),

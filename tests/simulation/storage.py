@@ -36,6 +36,7 @@ class Trouble:
         is_denied: Credentials are refused.
         is_full: Nothing can be written.
         lag_s: Seconds that a listing may lag behind.
+        room: Bytes that it holds; 0: any number.
         cut: Nodes that cannot reach it.
     """
 
@@ -47,6 +48,7 @@ class Trouble:
     is_denied: bool = False
     is_full: bool = False
     lag_s: float = 0.0
+    room: int = 0
     cut: set[int] = field(default_factory=set)
 
 
@@ -91,6 +93,11 @@ class Bucket:
         """Remove all objects below a prefix."""
         for key in self.below(prefix):
             self.drop(key)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all objects."""
+        return sum(len(raw) for raw, _ in self.objects.values())
 
     def _tell(self, *change: Any) -> None:
         try:
@@ -150,7 +157,7 @@ class SimStore:
             raise RootError("the root cannot be used", found="403")
         if random.random() < trouble.refuses:
             raise StoreError("the storage refuses", found="503 SlowDown")
-        if writes and trouble.is_full:
+        if writes and (trouble.is_full or 0 < trouble.room <= bucket.nbytes):
             raise StoreError("no room", found="ENOSPC") from OSError(errno.ENOSPC, "no space left")
         return writes and random.random() < trouble.forgets
 

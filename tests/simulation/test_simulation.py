@@ -16,6 +16,7 @@ import pytest
 from support.paths import ROOT, TESTS
 
 from simulation.bugs import DEFENDED, HUNTS, MUTANTS
+from simulation.more_bugs import MORE, MORE_HUNTS
 from simulation.mutants import mutated
 
 
@@ -34,11 +35,12 @@ def in_a_child(work: Callable[[], Any]) -> Any:
     return json.loads(text)
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", [*MUTANTS, *MORE], ids=lambda mutant: mutant.name)
 def test_every_planted_bug_has_its_place(mutant: Any) -> None:
     assert len(MUTANTS) >= 40
     assert DEFENDED.keys() < {one.name for one in MUTANTS}
     assert all(any(word in one.name for one in MUTANTS) for word in HUNTS)
+    assert all(any(word in one.name for one in MORE) for word in MORE_HUNTS)
     compile(mutated(mutant), mutant.file, "exec")
 
 
@@ -49,6 +51,10 @@ SEEN = {
     "a round that was missed is forgotten": "a restore takes the newest",
     "the lease is not waited for": "a commit is left to who has its lease",
     "a keep mark that comes late is not seen": "nothing that retention protects is deleted",
+    "a job that ends does not wait for its last commit": "what a job ends with is on the root",
+    "a claim has no parent": "a claim has its parent",
+    "slots stay pinned while storage fails": "memory goes on without the root",
+    "room is made of what is kept": "nothing that retention protects is deleted",
 }
 """Planted bugs, each of which another fault and another rule make visible, within a few seeds."""
 

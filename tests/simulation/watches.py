@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from flashckpt.checkpoint.root_records import prefix_of
+from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.errors import FlashckptError
 from flashckpt.shm.segment import Segment
 from simulation import memory
 from simulation.clock import CLOCK
@@ -15,12 +18,17 @@ from simulation.states import State, bytes_of, whole_of
 
 if TYPE_CHECKING:
     from simulation.job import Job
+    from simulation.machines import Node
     from simulation.rules import Rules
 
 PATIENCE_S = 60.0
 """Seconds that slow writers have at least."""
 LEASE_S = 5.0
 """Seconds that the holder of a commit's lease may be silent."""
+FAILED_S = 25.0
+"""Seconds until a persister knows that the root fails: two requests, each as long as a time-out."""
+NEWS_S = 5.0
+"""Seconds until all nodes know of a commit."""
 _REASONS = (b"ranks [", b"its lineage was rolled back")
 _EXCUSES = {
     "memory rots", "storage loses a part", "buried while written", "listings lag", "operator deletes", "operator damages",
@@ -77,6 +85,13 @@ def given_up(job: Job, name: str, reason: bytes, after_s: float) -> None:
         raise Violation("nothing is given up without a reason", f"{name}: {reason.decode()[:80]}")
 
 
+def generation_of(node: Node) -> Generation | None:
+    """Return what a machine knows of the generation that runs; None where it cannot be read."""
+    with contextlib.suppress(FlashckptError):
+        return node.directory.read_generation()
+    return None
+
+
 def identity_of(name: str) -> SnapshotId:
     """Return the snapshot of an intent, or of the mark that it was abandoned."""
     generation, _, step = name.removesuffix(".abandoned").partition("-")
@@ -88,6 +103,37 @@ def intent_closed(job: Job, name: str, newest: SnapshotId) -> None:
     identity = identity_of(name)
     if identity > newest and f"{prefix_of(*identity)}/MANIFEST" not in job.bucket.objects:
         raise Violation("an open intent stays", f"{identity} was removed, and {newest} is the newest that is decided")
+
+
+def nothing_is_passed_over(job: Job, identity: SnapshotId) -> None:
+    """Something was committed: where nothing went wrong yet, a persist step that a rank discarded has cost one interval at most.
+
+    With two slots ranks skip steps besides, and where requests are slow the nodes hear of each other too late.
+    """
+    every, taken, before = job.setup.persist_every, job.rules.taken_at, max(job.committed_at, default=None)
+    if job.met or before is None or job.setup.slots < 3 or job.rules.look_s() > 0.2 or every * job.setup.step_s < 10:
+        return
+    free_s = job.committed_at[before] + NEWS_S  # all nodes know by then that it is committed
+    for lost in job.rules.discarded:
+        following = SnapshotId(lost.generation, lost.step - lost.step % every + every)
+        is_later = before < lost < following < identity and following not in job.rules.discarded
+        if is_later and min(taken[lost], taken.get(following, 0.0)) > free_s:
+            raise Violation(
+                "a discarded step costs one interval", f"{lost} was, and {identity} came behind {following}"
+            )
+
+
+def memory_goes_on(job: Job, since_s: float) -> None:
+    """The root was gone for a while, and nothing else was wrong: with how few slots ever, all ranks have held newer snapshots."""
+    rules, now, slow_s = job.rules, CLOCK.scheduler.now, FAILED_S + 8 * (job.setup.step_s + job.setup.copy_s)
+    ran = job.ranks and min(rules.taken_at.values(), default=now) < since_s
+    if now - since_s < slow_s or job.met != {"storage is gone"} or not ran:
+        return
+    best = rules.best()
+    if best is None or rules.taken_at[best.identity] < now - slow_s:
+        raise Violation(
+            "memory goes on without the root", f"{best and best.identity} is the newest after {now - since_s:.0f} s"
+        )
 
 
 def lease_taken(job: Job, key: str) -> None:

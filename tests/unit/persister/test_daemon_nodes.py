@@ -489,7 +489,7 @@ def test_a_node_offers_what_all_ranks_hold_and_follows_another_in_any_case() -> 
 
 def test_a_node_that_missed_answers_with_what_it_holds_only_where_others_have_a_slot_for_it() -> None:
     passed = [ready((2, 3), SnapshotId(1, 10))]
-    for slots, target, wanted in ((3, 12, SnapshotId(1, 12)), (2, 15, None)):
+    for slots, target, wanted in ((3, 12, SnapshotId(1, 12)), (2, 13, None)):
         search, found = candidate(Search(), [12], newest=12, others=passed, spacing=6, slots=slots)
         assert (search.target, found) == (SnapshotId(1, target), wanted), slots
         skipped = Search(target=SnapshotId(1, 10))
@@ -497,19 +497,25 @@ def test_a_node_that_missed_answers_with_what_it_holds_only_where_others_have_a_
         assert (search.target, found) == (SnapshotId(1, target), wanted), slots
 
 
-def test_lateness_doubles_the_distance_to_the_next_meeting_and_a_skipped_step_does_not() -> None:
-    search = late = Search(misses=2)
+def test_lateness_more_than_doubles_the_distance_to_the_next_meeting_and_a_skipped_step_does_not() -> None:
+    search, late = Search(misses=2), Search()
     for step in range(10, 200, 10):  # it knew the step, and had no slot for it
         search = Search(target=SnapshotId(1, step), misses=search.misses)
-        search, found = candidate(search, [step + 2], newest=step + 2, others=[ready((2, 3), SnapshotId(1, step))])
-        assert (found, search.target) == (None, SnapshotId(1, step + 4))
+        passed = [ready((2, 3), SnapshotId(1, step))]
+        search, found = candidate(search, [step + 2], newest=step + 2, others=passed, spacing=4)
+        assert (found, search.target) == (None, SnapshotId(1, step + 8))
     far = []
-    for step in range(10, 50, 10):  # it learns of the step when that is gone
+    for step in range(10, 60, 10):  # it learns of the step when that is gone
         late, found = candidate(
-            Search(misses=late.misses), [step + 2], newest=step + 2, others=[ready((2, 3), SnapshotId(1, step))]
+            Search(misses=late.misses),
+            [step + 2],
+            newest=step + 2,
+            others=[ready((2, 3), SnapshotId(1, step))],
+            spacing=4,
+            slots=2,
         )
         far.append(late.target.step - step - 2)
-    assert far == [2, 4, 8, 16]
+    assert far == [1, 2, 6, 14, 30], "at first the next persist step, whichever it is"
 
 
 @settings(max_examples=60, deadline=None)
