@@ -175,10 +175,13 @@ def _bytes_of(block: Item) -> torch.Tensor:
 def block_of(item: Item, phase: float) -> Item:
     """Return a few neighbouring elements of an item as an item: from a place in [0, 1) of its elements on."""
     lengths, size = item.box.lengths, item.dtype.itemsize
-    element = min(int(phase * math.prod(lengths)), math.prod(lengths) - 1)
-    index = np.unravel_index(element, lengths) if lengths else ()
-    run = min(lengths[-1] - int(index[-1]), FEW_BYTES // size) if lengths else 1
-    starts = tuple(start + int(at) for start, at in zip(item.box.starts, index, strict=True))
+    rest = element = min(int(phase * math.prod(lengths)), math.prod(lengths) - 1)
+    index = list[int]()
+    for length in reversed(lengths):  # in the training thread: numpy's unravel_index costs more than all of this
+        rest, at = divmod(rest, length)
+        index.insert(0, at)
+    run = min(lengths[-1] - index[-1], FEW_BYTES // size) if lengths else 1
+    starts = tuple(start + at for start, at in zip(item.box.starts, index, strict=True))
     box = replace(item.box, starts=starts, lengths=(*(1 for _ in lengths[:-1]), *((run,) if lengths else ())))
     return item._replace(box=box, offset=item.offset + element * size, nbytes=run * size, start=-1)
 
