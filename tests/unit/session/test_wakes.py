@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ def touched(tmp_path: Path, persist_every: int | str) -> list[bool]:
         finished(ckpt)
         times.append(event.stat().st_mtime_ns)
     crash(ckpt)
-    return [after > before for before, after in zip(times, times[1:], strict=False)]
+    return [after > before for before, after in itertools.pairwise(times)]
 
 
 @pytest.mark.usefixtures("agent_of_the_test")
