@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -46,18 +47,23 @@ def kinds_of(table: ShardTable) -> npt.NDArray[np.uint8]:
     return kinds
 
 
+@functools.lru_cache(maxsize=1)  # the same table at each snapshot
+def _held_of(table: ShardTable) -> tuple[Integers, npt.NDArray[np.uint8], Integers]:
+    """Return the rows that have bytes, how each is read and its first chunk: their chunks lie one after another."""
+    held = np.flatnonzero(table.nbytes > 0)
+    return held, kinds_of(table)[held], table.first_chunk[held]
+
+
 def figures_of_rows(table: ShardTable, chunks: npt.NDArray[np.void]) -> TensorFigures:
     """Return the figures of the rows of a table from those of their chunks; nobody is suspect yet."""
     found = TensorFigures.unknown(table.nbytes.size)
-    kinds = kinds_of(table)
-    held = np.flatnonzero(table.nbytes > 0)  # their chunks lie one after another
+    held, kinds, first = _held_of(table)
     if not held.size:
         return found
-    first = table.first_chunk[held]
     with np.errstate(over="ignore", invalid="ignore"):
         squares = np.add.reduceat(chunks["squares"], first)
-        found.largest[held] = _narrowed(largest(kinds[held], np.maximum.reduceat(chunks["top"], first)))
-        found.norm[held] = np.where(kinds[held] > 0, _narrowed(np.sqrt(squares)), 0)
+        found.largest[held] = _narrowed(largest(kinds, np.maximum.reduceat(chunks["top"], first)))
+        found.norm[held] = np.where(kinds > 0, _narrowed(np.sqrt(squares)), 0)
     return found
 
 

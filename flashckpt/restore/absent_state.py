@@ -71,7 +71,7 @@ class AbsentBlock:
         made = [self._make(key) for key in self.keys]
         names, state = [key.key for key in self.keys], self.optimizer.state
         members = map(dict, map(zip, repeat(names), zip(*made, strict=True)))
-        if type(state) in (dict, defaultdict) and not any(map(state.__contains__, self.params)):
+        if type(state) in (dict, defaultdict) and not (state and any(map(state.__contains__, self.params))):
             state.update(zip(self.params, members, strict=True))
             return made
         for param, own in zip(self.params, members, strict=True):

@@ -55,6 +55,8 @@ class Session:
         self._pid, self._lease, self._relay, self._owner = os.getpid(), place.lease, place.relay, place.owner
         self._control, self._row, self._watermark = place.control, place.row, place.watermark
         world, generation = self.tracked.world, self.outcome.record.number
+        # where the daemon persists by time, or talks to other nodes, each snapshot matters to it; else those of persist steps
+        self._always_wakes = self._settings.for_persister()["persist_s"] > 0 or world.size > len(self.mates)
         self._signals: DeferredSignals | None = None
         if self.has_agent:
             index = self.mates.index(world.rank)
@@ -255,7 +257,7 @@ class Session:
     def _completed(self, snapshot: Snapshot) -> None:
         self._watermark.publish(self.memory.complete())
         self._watermark.known()  # kept by it: `step()` will ask
-        self._wake_daemon()
+        self._wake_daemon(wakes=snapshot.request.persist or self._always_wakes or not self.stats["snapshots"])
         self.stats["snapshots"] += 1
         self.stats["copy_s"] += snapshot.copied_s - snapshot.started_s
         self.stats["complete_s"] += snapshot.done_s - snapshot.started_s
@@ -321,9 +323,9 @@ class Session:
                 snapshot.request.id.step,
             )
 
-    def _wake_daemon(self) -> None:
+    def _wake_daemon(self, *, wakes: bool) -> None:
         try:
-            self.directory.notify(self.tracked.world.rank)
+            self.directory.notify(self.tracked.world.rank, wakes=wakes)
         except FileNotFoundError:
             if not self._is_removed:
                 _log.error(

@@ -168,13 +168,13 @@ class JobDirectory:
         found = _segments_in(self.path)
         return found if rank is None else [path for path in found if path.name.startswith(f"r{rank:05d}-")]
 
-    def notify(self, rank: int) -> None:
-        """Wake the daemon: a snapshot of `rank` is COMPLETE."""
-        path = self.event_path(rank)
+    def notify(self, rank: int, *, wakes: bool = True) -> None:
+        """Wake the daemon: a snapshot of `rank` is COMPLETE. Without `wakes` only see that the directory is still there."""
+        path = f"{self.path}/events/r{rank:05d}"  # a Path costs more than the call
         try:
-            os.utime(path, follow_symlinks=False)  # nearly always: it is there from the first snapshot on
+            os.utime(path, follow_symlinks=False) if wakes else os.lstat(path)
         except FileNotFoundError:
-            mark_file(path)
+            mark_file(self.event_path(rank))
 
     def request(self, name: str) -> None:
         """Leave a request for the daemon; idempotent. Does nothing if the directory was removed."""
@@ -356,7 +356,7 @@ def _daemon_environment() -> dict[str, str]:
 
 def _segments_in(folder: Path) -> list[Path]:
     try:
-        return sorted([p for p in folder.iterdir() if SEGMENT_NAME.fullmatch(p.name)])
+        return [folder / name for name in sorted(filter(SEGMENT_NAME.fullmatch, os.listdir(folder)))]  # noqa: PTH208 -- names alone, at each snapshot
     except FileNotFoundError:
         return []
 

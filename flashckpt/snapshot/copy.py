@@ -13,7 +13,8 @@ import torch
 from flashckpt.errors import FenceError, FlashckptError, SharedMemoryError
 from flashckpt.state.placement import LocalBox, local_of
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+"""The type whose elements are as wide: bits are copied, never values."""
 _COPIED_BY_BITS = {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32}
 _PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}
 
@@ -109,7 +110,7 @@ class Buffer:
     def tensor(self, item: Item) -> torch.Tensor:
         """Return the destination of an item as a tensor of integers as wide as its elements."""
         flat = torch.from_numpy(self.array[item.offset : item.offset + item.nbytes])
-        return flat.view(_INTEGERS[item.local.element_size()]).view(item.box.lengths)
+        return flat.view(INTEGERS[item.local.element_size()]).view(item.box.lengths)
 
     def like_live(self, item: Item) -> torch.Tensor:
         """Return the destination of an item that `is_plain`, of the dtype and strides of its live tensor."""
@@ -136,7 +137,7 @@ def source_of(item: Item, tensor: torch.Tensor | None = None) -> torch.Tensor:
         raise stale_plan(item, local)
     if local.is_conj() or local.is_neg():
         local = local.resolve_conj().resolve_neg()
-    source = local.view(_INTEGERS[local.element_size()])
+    source = local.view(INTEGERS[local.element_size()])
     for dim, (start, length) in enumerate(zip(item.box.starts, item.box.lengths, strict=True)):
         source = source.narrow(dim, start, length)
     return source

@@ -21,7 +21,7 @@ from flashckpt.accelerator import host_buffer, runtime, waited_event
 from flashckpt.core.shard import ALIGN_SMALL, SMALL_BYTES, round_up
 from flashckpt.native import copy_and_digest
 from flashckpt.snapshot import staging
-from flashckpt.snapshot.copy import Buffer, Item, is_plain, source_of
+from flashckpt.snapshot.copy import INTEGERS, Buffer, Item, is_plain, source_of
 from flashckpt.snapshot.staging import Filling, HeldStorages, Ring, Source, sources_of
 
 BATCH_BYTES = 256 << 20
@@ -85,8 +85,11 @@ class SmallBatch:
         memory = torch.empty(self._total, dtype=torch.uint8, device=self.device)
         flat = [memory[start : start + item.nbytes] for item, start in zip(self.items, self._starts, strict=True)]
         pairs = list(zip(flat, self.items, strict=True))
-        self._typed = [part.view(item.dtype).view(item.box.lengths) for part, item in pairs]
-        self._integers = [part.view(source_of(item).dtype).view(item.box.lengths) for part, item in pairs]
+        self._typed = [  # a part of a tensor is never plain
+            part.view(item.dtype).view(item.box.lengths) if item.shape == item.box.lengths else part
+            for part, item in pairs
+        ]
+        self._integers = [part.view(INTEGERS[item.dtype.itemsize]).view(item.box.lengths) for part, item in pairs]
         return memory
 
     def fetch(self) -> None:

@@ -21,6 +21,7 @@ from flashckpt.faults import crash_point
 from flashckpt.native.descriptors import FIGURES, figures_of_rows
 from flashckpt.report import guarded
 from flashckpt.shm.segment import SlotWriter
+from flashckpt.snapshot.bodies import counter_path, form_paths
 from flashckpt.snapshot.copy import (
     Buffer,
     SlotOverflowError,
@@ -40,7 +41,7 @@ from flashckpt.snapshot.runs import (
     digest_threads,
     places_of,
 )
-from flashckpt.snapshot.witness import Counts, NumbersWatch, Witness, counter_path
+from flashckpt.snapshot.witness import Counts, NumbersWatch, Witness
 from flashckpt.state.structure import Captured, ValuesRead
 
 _log = guarded(logging.getLogger("flashckpt"))
@@ -232,8 +233,9 @@ class Stager:
             return
         self.ready()
         try:
-            is_free = snapshot.following is None and not snapshot.plan.uses_device
-            if is_free and self._crowding.next_here(snapshot.plan.end):
+            plan = snapshot.plan
+            is_free = snapshot.following is None and not plan.uses_device
+            if is_free and self._crowding.next_here(plan.end, len(plan.order.fenced)):
                 self._copy_here(snapshot)
         finally:  # Ctrl-C too: what is not handed over is never done, and the end of the job waits for it
             self._queue.put(snapshot)
@@ -285,16 +287,18 @@ class Stager:
     # -- copy thread -------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        form_paths()  # before there is something to copy
         while (snapshot := self._queue.get()) is not None:
             started = time.thread_time()
             try:
                 if not snapshot.is_copied_here:
                     # those of a device are never copied in step(), and small ones are over before it matters
-                    counts = not snapshot.plan.uses_device and snapshot.plan.end >= Crowding.LEAST_BYTES
+                    plan = snapshot.plan
+                    counts = not plan.uses_device and Crowding.counts(plan.end, len(plan.order.fenced))
                     before = CoreTime.now() if counts else None
                     self._copy(snapshot)
                     if counts:
-                        snapshot.found_full = self._crowding.saw(before, CoreTime.now(), snapshot.plan.end)
+                        snapshot.found_full = self._crowding.saw(before, CoreTime.now(), plan.end)
                 if snapshot.error is None:
                     self._conclude(snapshot)
             except Exception as error:  # noqa: BLE001 -- training continues whatever happens to one snapshot

@@ -216,7 +216,10 @@ def bytes_per_byte(optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, int
 def in_program_order(optimizer: torch.optim.Optimizer) -> None:
     """Bring state that a restore has made into the order in which steps make it: that of the groups."""
     state = optimizer.state
-    ordered = [param for param in parameters(optimizer) if param in state]
+    every = list(parameters(optimizer))
+    if len(every) == len(state) and all(map(operator.is_, every, state)):
+        return
+    ordered = [param for param in every if param in state]
     if all(map(operator.is_, ordered, state)):
         return
     others = [key for key in state if not isinstance(key, torch.Tensor)]

@@ -75,9 +75,8 @@ class ValueReader:
         """Record which modules have extra state that is not left out, and which parameters are."""
         self._groups, self._program = {}, {}
         kept = set(found.ids)
-        self._devices = {
-            tensor.device for module in found.walked_modules() for tensor in module.parameters(recurse=False)
-        }
+        owners = [module._parameters.values() for module in found.walked_modules()]  # noqa: SLF001 -- parameters() hashes each
+        self._devices = {tensor.device for own in owners for tensor in own if tensor is not None}
         self._left_out = {name: tensor for name, tensor in found.left_out.items() if id(tensor) not in kept}
         self._sample = None
         self._parameters = {label: [] for label, _ in found.walked}

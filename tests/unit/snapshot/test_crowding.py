@@ -54,6 +54,14 @@ def test_small_snapshots_and_kernels_that_count_nothing_change_nothing() -> None
     assert not crowding.next_here(LARGE - 1)
 
 
+def test_of_very_many_small_rows_training_waits_for_none() -> None:
+    crowding = Crowding()
+    for _ in range(Crowding.IN_A_ROW):
+        saw(crowding, 10, 90)
+    assert crowding.next_here(LARGE, LARGE // Crowding.LEAST_ROW_BYTES)
+    assert not crowding.next_here(LARGE, LARGE // Crowding.LEAST_ROW_BYTES + 1)
+
+
 def test_a_thread_that_computes_has_had_a_core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     before = CoreTime.now()
     if before is None:
@@ -70,6 +78,7 @@ def test_on_a_full_machine_the_training_thread_copies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, copied_by: str
 ) -> None:
     monkeypatch.setattr(Crowding, "LEAST_BYTES", 0)
+    monkeypatch.setattr(Crowding, "LEAST_ROW_BYTES", 0)
     waited = iter(range(0, 10**9, 10**6))
     monkeypatch.setattr(CoreTime, "now", lambda: CoreTime(0, next(waited)))  # each copy waits for a millisecond
     threads: list[str] = []

@@ -77,6 +77,30 @@ def test_bytes_and_digests_are_those_of_the_format_whatever_copies(copied_by: st
             tensor.add_(1)
 
 
+@pytest.mark.parametrize("taken", [1, 4])
+def test_other_memory_of_a_tensor_is_copied_and_another_form_refused_also_after_many_copies(
+    copied_by: str, taken: int
+) -> None:
+    tensors = [torch.randn(24) for _ in range(3)]
+    slot = Slot(tensors)
+    for _ in range(taken):
+        slot.take()
+        slot.runs.copy(slot.buffer)
+    tensors[1].data = torch.randn(24)
+    slot.take()
+    for copy in (slot.take, lambda: slot.runs.copy(slot.buffer)):
+        slot.data[:] = bytes(len(slot.data))
+        copy()
+        for item, tensor in zip(slot.items, tensors, strict=True):
+            assert bytes(slot.data[item.offset : item.offset + item.nbytes]) == tensor.numpy().tobytes()
+    tensors[2].data = torch.zeros(4, 6)
+    with pytest.raises(StalePlanError, match="t2"):
+        slot.take()
+    tensors[2].data = torch.zeros(23)
+    with pytest.raises(StalePlanError, match="t2"):
+        slot.runs.copy(slot.buffer)
+
+
 def test_what_is_copied_without_digests_gets_the_same_ones_in_the_slot(copied_by: str) -> None:
     tensors = [torch.randn(size) for size in SIZES]
     slot = Slot(tensors)
