@@ -7,6 +7,7 @@ the same, the leader (the node of the lowest rank) opens the intent.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -29,8 +30,16 @@ def of_other_nodes(proposals: Collection[NodeProposal], own: Collection[int]) ->
     A record is named by the lowest rank its node had when it wrote it. A daemon that started before all ranks
     of its node had a segment leaves an older one under another name: its ranks are within a later record's.
     """
-    foreign = [proposal for proposal in proposals if not {*proposal.ranks} & {*own}]
-    return [proposal for proposal in foreign if not any({*proposal.ranks} < {*other.ranks} for other in foreign)]
+    records = [(proposal, ranks) for proposal in proposals if not (ranks := {*proposal.ranks}) & {*own}]
+    holders: dict[int, list[set[int]]] = defaultdict(list)  # by rank: the leader does this in every turn, for all nodes
+    for _, ranks in records:
+        for rank in ranks:
+            holders[rank].append(ranks)
+
+    def is_replaced(ranks: set[int]) -> bool:
+        return any(ranks < later for rank in ranks or holders for later in holders[rank])
+
+    return [proposal for proposal, ranks in records if not is_replaced(ranks)]
 
 
 def choose_proposal(proposals: Collection[NodeProposal], floor: SnapshotId = NOTHING) -> tuple[SnapshotId, str] | None:

@@ -153,8 +153,12 @@ def _outlined(index: Manifest, parts: Sequence[Manifest]) -> Manifest:
 
 
 def _listed(store: Store, prefix: str, writers: Sequence[int]) -> dict[str, int]:
-    """Return the bytes of all packs and indexes by key: 1,000 per request, and those of each 1,000 ranks side by side."""
-    starts = ["r"] if max(writers, default=0) < 1000 else [f"r{k:02d}" for k in range(max(writers) // 1000 + 1)]
+    """Return the bytes of packs and indexes by key: 1,000 per request, and those of each 1,000 ranks side by side.
+
+    Of many ranks only near the writers: each node asks for its own, whose index is named by the first rank of a node, not far below.
+    """
+    first, last = min(writers, default=0) // 1000, max(writers, default=0) // 1000
+    starts = ["r"] if last == 0 else [f"r{k:02d}" for k in range(max(0, first - 1), last + 1)]
     return {info.key: info.nbytes for part in parallel(lambda s: store.list(f"{prefix}/{s}"), starts) for info in part}
 
 

@@ -12,6 +12,7 @@ from collections import Counter
 from multiprocessing import get_context
 from typing import NamedTuple
 
+from simulation.forecast import speed
 from simulation.run import Outcome, shrink, simulate
 
 
@@ -40,6 +41,7 @@ def main(arguments: list[str]) -> int:
     sys.stdout.write(
         f"{sum(one.seeds for one in runs)} seeds from {seed} on: nothing was broken in {days:.2f} virtual days"
         f" ({', '.join(f'{number} {what}' for what, number in sorted(counts.items()) if ' a ' not in what)})\n"
+        f"{speed()}\n"
     )
     return 0
 

@@ -1,16 +1,17 @@
 """Virtual time: events in their order, and processes whose synchronous code waits in it. One runs at a time.
 
-Code of the product that waits (for storage, for a lock, for a thread) runs in a *fiber*: an operating system thread that
-holds the baton while it runs and gives it back where it waits. Nothing depends on the machine: the order of events is that
-of their virtual times, and of their numbers where these are equal.
+Code of the product that waits (for storage, for a lock, for a thread) runs in a *fiber*: a greenlet, which goes back to the
+events where it waits. Nothing depends on the machine: the order of events is that of their virtual times, and of their
+numbers where these are equal.
 """
 
 from __future__ import annotations
 
-import _thread
 import heapq
 from collections.abc import Callable
 from typing import Any
+
+from greenlet import greenlet
 
 START_S = 1_750_000_000.0
 """Unix time at which every simulation begins."""
@@ -74,13 +75,12 @@ class Process:
 class Fiber:
     """Code of one process that may wait."""
 
-    __slots__ = ("done", "is_begun", "lock", "process", "waiting", "work")
+    __slots__ = ("begun_s", "done", "greenlet", "process", "waiting", "work")
 
-    def __init__(self, process: Process, work: Callable[[], None]) -> None:
-        self.process, self.work = process, work
-        self.lock = _thread.allocate_lock()
-        self.lock.acquire()
-        self.done = self.waiting = self.is_begun = False
+    def __init__(self, process: Process, work: Callable[[], None], begun_s: float) -> None:
+        self.process, self.work, self.begun_s = process, work, begun_s
+        self.greenlet: Any = None  # until it begins
+        self.done = self.waiting = False
 
 
 class Scheduler:
@@ -98,11 +98,7 @@ class Scheduler:
         self._heap: list[tuple[float, int, Callable[[], None] | Fiber]] = []
         self._number = 0
         self._until = 0.0
-        self._main = _thread.allocate_lock()
-        self._main.acquire()
         self._fiber: Fiber | None = None
-        self._idle: list[_Worker] = []
-        self._error: BaseException | None = None
 
     # -- events ---------------------------------------------------------------------------------------------
 
@@ -146,40 +142,30 @@ class Scheduler:
     def run(self, until_s: float) -> None:
         """Run all events up to a time; raise what one of them raised."""
         self._until = until_s
-        self.process = self._fiber = None
-        if (fiber := self._next(None)) is not None:
-            self._start(fiber)
-            self._main.acquire()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-        self.now = max(self.now, until_s)
-
-    def _next(self, me: Fiber | None) -> Fiber | None:
-        """Run events in this thread until a fiber is due; None where there is nothing left to do up to the time.
-
-        So whoever waits keeps the thread, and no other one has to be woken for what does not wait.
-        """
         heap = self._heap
-        while heap and heap[0][0] <= self._until and self._error is None:
-            self.now, _, work = heapq.heappop(heap)
-            self.events += 1
-            if isinstance(work, Fiber):
-                if not work.done:
-                    return work
-                continue
+        try:
+            while heap and heap[0][0] <= self._until:
+                self.now, _, work = heapq.heappop(heap)
+                self.events += 1
+                if isinstance(work, Fiber):
+                    if not work.done:
+                        self._continue_fiber(work)
+                else:
+                    self.process = self._fiber = None
+                    work()
+        finally:
             self.process = self._fiber = None
-            try:
-                work()
-            except BaseException as error:  # noqa: BLE001 -- raised by `run`
-                self._error = error
-        return None
+        self.now = max(self.now, self._until)
+
+    def stop(self) -> None:
+        """End `run` behind the event that happens now."""
+        self._until = self.now
 
     # -- fibers ---------------------------------------------------------------------------------------------
 
     def spawn(self, process: Process, work: Callable[[], None], delay_s: float = 0.0) -> Fiber:
         """Start code of a process that may wait."""
-        fiber = Fiber(process, work)
+        fiber = Fiber(process, work, self.now)
         process.fibers.add(fiber)
         self._resume_after(delay_s, fiber)
         return fiber
@@ -192,10 +178,10 @@ class Scheduler:
         self.check()
         end = self.now + max(delay_s, 0.0)
         if (not self._heap or self._heap[0][0] > end) and end <= self._until:
-            self.now = end  # nobody else has anything to do until then: no change of threads
+            self.now = end  # nobody else has anything to do until then
         else:
             self._resume_after(delay_s, fiber)
-            self._give_back(fiber)
+            self._wait(fiber)
         self._stand_still(fiber)
         self.check()
 
@@ -205,7 +191,7 @@ class Scheduler:
         assert fiber is not None, "only a fiber waits"
         self.check()
         fiber.waiting = True
-        self._give_back(fiber)
+        self._wait(fiber)
         self._stand_still(fiber)
         self.check()
 
@@ -224,7 +210,7 @@ class Scheduler:
         """Wait for the end of a pause."""
         while fiber.process.alive and fiber.process.paused_until > self.now:
             fiber.process.held.append(lambda: self._resume_after(0.0, fiber))
-            self._give_back(fiber)
+            self._wait(fiber)
 
     def wake(self, fiber: Fiber) -> None:
         """Continue a fiber that blocks."""
@@ -260,93 +246,40 @@ class Scheduler:
         for work in process.on_death:
             work()
 
-    def _give_back(self, me: Fiber) -> None:
+    def _wait(self, fiber: Fiber) -> None:
         """Let the others run until this fiber is due."""
         process = self.process
-        fiber = self._next(me)
-        if fiber is not me:
-            if fiber is None:
-                self._main.release()
-            else:
-                self._start(fiber)
-            me.lock.acquire()
-        self._fiber, self.process = me, process
+        fiber.greenlet.parent.switch()
+        self._fiber, self.process = fiber, process
 
-    def _start(self, fiber: Fiber) -> None:
-        """Let another thread continue with a fiber, or begin it."""
+    def _continue_fiber(self, fiber: Fiber) -> None:
+        """Run a fiber until it waits, or ends."""
         self._fiber, self.process = fiber, fiber.process
-        if fiber.is_begun:
-            fiber.lock.release()
+        if fiber.greenlet is None:
+            fiber.greenlet = greenlet(self._perform)
+            fiber.greenlet.switch(fiber)
         else:
-            fiber.is_begun = True
-            worker = self._idle.pop() if self._idle else _Worker(self)
-            worker.take(fiber)
+            fiber.greenlet.switch()
 
-    def perform(self, fiber: Fiber) -> Fiber | None:
-        """Run a fiber to its end, in its thread; return the next one for this thread, if there is one."""
-        self._fiber, self.process = fiber, fiber.process
+    def _perform(self, fiber: Fiber) -> None:
+        """Run a fiber to its end."""
         try:
             if fiber.process.alive:
                 fiber.work()
         except Killed:
             self.kill(fiber.process)
-        except BaseException as error:  # noqa: BLE001 -- raised by `run`
-            self._error = error
-        fiber.done = True
-        fiber.process.fibers.discard(fiber)
-        return self._next(None)
-
-    def end(self, worker: _Worker, fiber: Fiber | None) -> Fiber | None:
-        """A thread has nothing to do, unless what comes next is to begin."""
-        if fiber is not None and not fiber.is_begun:
-            fiber.is_begun = True
-            return fiber
-        self._idle.append(worker)
-        if fiber is None:
-            self._main.release()
-        else:
-            self._start(fiber)
-        return None
+        finally:
+            fiber.done = True
+            fiber.process.fibers.discard(fiber)
 
     def close(self, processes: list[Process]) -> None:
-        """End all threads."""
+        """End all fibers."""
         for process in processes:
             process.on_death.clear()
             self.kill(process)
         self._heap = [one for one in self._heap if isinstance(one[2], Fiber)]
         heapq.heapify(self._heap)
-        self._error = None
         self.run(float("inf"))
-        for worker in self._idle:
-            worker.stop()
-
-
-class _Worker:
-    """A thread that runs fibers, one after the other."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._lock = _thread.allocate_lock()
-        self._lock.acquire()
-        self._fiber: Fiber | None = None
-        _thread.start_new_thread(self._run, ())
-
-    def take(self, fiber: Fiber) -> None:
-        self._fiber = fiber
-        self._lock.release()
-
-    def stop(self) -> None:
-        self._fiber = None
-        self._lock.release()
-
-    def _run(self) -> None:
-        while True:
-            self._lock.acquire()
-            if self._fiber is None:
-                return
-            fiber: Fiber | None = self._fiber
-            while fiber is not None:
-                fiber = self._scheduler.end(self, self._scheduler.perform(fiber))
 
 
 # -- What the product takes for the standard library -----------------------------------------------------------------

@@ -99,6 +99,7 @@ class Job:
         self.mute: set[int] = set()
         self.deaf: dict[int, dict[str, bytes]] = {}
         self.echoes = 0.0  # share of messages that come twice
+        self.resting = set(range(setup.nodes + setup.spares))  # nodes whose relays learn nothing at present
         self.nodes = [Node(self, index) for index in range(setup.nodes + setup.spares)]
         self.wanted = setup.nodes
         self.ranks: list[Rank] = []
@@ -118,6 +119,10 @@ class Job:
         self.failed_s: float | None = None  # since when no rank trains
         self.calm_s = 0.0  # when the faults ended, and which step it was, and how many were taken
         self.calm_step = self.calm_steps = 0
+        self.on_cycle: Callable[[], None] = lambda: None  # called before each persist step
+        self.late_s = 0.0  # that steps took longer than `step_s`, by chance
+        self.calendar: Any = None  # where calm is jumped over
+        self.skipped = 0, 0.0  # steps and seconds that were not run, since nothing happened in them
         self.outages: list[tuple[str, float]] = []  # what each ended with, and how long it was
 
     # -- small things ----------------------------------------------------------------------------------------
@@ -222,7 +227,7 @@ class Job:
         late = [node for node in able if self.random.random() < 0.05]
         in_time = [node for node in able if node not in late]
         used = self.agents.meet(in_time if len(in_time) >= self.wanted else able, self.wanted)
-        number, self._began_s = self._number, CLOCK.scheduler.now
+        number, self._began_s = self._number, CLOCK.scheduler.now + self.skipped[1]
         per = self.setup.per_node
         self.firsts = [at * per for at in range(len(used))]
         self.ranks = []
@@ -258,8 +263,9 @@ class Job:
         if not (nodes := list({id(rank.node): rank.node for rank in self.ranks}.values())):
             self.start_soon()
             return
-        ran_s, may_pass = CLOCK.scheduler.now - self._began_s, self._may_pass
-        decided, self._may_pass = self.agents.judge(nodes, step=self.step, ran_s=ran_s, may_pass=may_pass), False
+        ran_s, may_pass = CLOCK.scheduler.now + self.skipped[1] - self._began_s, self._may_pass
+        step = self.step + self.skipped[0]
+        decided, self._may_pass = self.agents.judge(nodes, step=step, ran_s=ran_s, may_pass=may_pass), False
         self.say("agents", f"end the other ranks: {decided.reason}")
         self.end_group()
         for node in nodes:
@@ -348,6 +354,8 @@ class Job:
         if late > now or any(rank.writer is not None for rank in ranks):
             self.later(max(late - now, 0.2), lambda: self._train(ranks, number))
             return
+        if (self.step + 1) % self.setup.persist_every == 0:
+            self.on_cycle()
         self.step += 1
         self.note("steps")
         step, is_persist = self.step, self.step % self.setup.persist_every == 0
@@ -366,7 +374,9 @@ class Job:
 
             rank.writer = rank  # its snapshot has yet to begin
             self.later(self.random.random() * 0.2, partial(self._take, rank, take), rank.process)
-        self.later(self.setup.step_s * (0.9 + 0.2 * self.random.random()), lambda: self._train(ranks, number))
+        chance = 0.9 + 0.2 * self.random.random()
+        self.late_s += self.setup.step_s * (chance - 1)
+        self.later(self.setup.step_s * chance, lambda: self._train(ranks, number))
 
     @staticmethod
     def _take(rank: Rank, take: Callable[[], None]) -> None:

@@ -77,7 +77,7 @@ class Node:
     relay_process: Process | None = None
     control: Control | None = None
     relayed_s: float = -1e9
-    relay_rests: bool = True
+    is_resting: bool = True
     relay_wakes: int = 0
 
     @property
@@ -173,6 +173,16 @@ class Node:
         self.relay_rests = False
         self.job.later(pause_s, turn, process)
 
+    @property
+    def relay_rests(self) -> bool:
+        """Whether its relay has nothing more to learn."""
+        return self.is_resting
+
+    @relay_rests.setter
+    def relay_rests(self, rests: bool) -> None:
+        self.is_resting = rests
+        (self.job.resting.add if rests else self.job.resting.discard)(self.index)
+
     def _turn_relay(self) -> bool:
         self.relayed_s = CLOCK.scheduler.now
         assert self.relay is not None
@@ -215,8 +225,8 @@ class Carrier:
     def _arrive(self, key: str, value: bytes) -> None:
         if self._job.carried.get(key) != value:
             self._job.carried[key] = value
-            for node in self._job.nodes:
-                if node.index != self._node and node.relay_rests and node.relay is not None:
+            for node in map(self._job.nodes.__getitem__, sorted(self._job.resting)):
+                if node.index != self._node and node.relay is not None:
                     node.wake_relay(0.05 + self._job.random.random() * 4)
 
     @property
@@ -225,10 +235,10 @@ class Carrier:
         return self._job.deaf.get(self._node, self._job.carried)
 
     def check(self, keys: list[str], /) -> bool:
-        return all(key in self._heard for key in keys)
+        return all(map(self._heard.__contains__, keys))
 
     def multi_get(self, keys: list[str], /) -> list[bytes]:
-        return [self._heard[key] for key in keys]
+        return list(map(self._heard.__getitem__, keys))
 
 
 @dataclass

@@ -16,12 +16,13 @@ from simulation.clock import CLOCK, Process
 class SimFile:
     """Bytes, when they were written, and who holds which of them locked."""
 
-    __slots__ = ("buffer", "ino", "locks", "mtime_ns")
+    __slots__ = ("buffer", "ino", "keepers", "locks", "mtime_ns")
 
     def __init__(self, ino: int, size: int = 0) -> None:
         self.buffer = bytearray(size)
         self.ino, self.mtime_ns = ino, CLOCK.time_ns()
         self.locks: dict[int, dict[SimLease, bool]] = {}
+        self.keepers: set[SimLease] = set()  # that hold more than one byte
 
 
 class Files:
@@ -182,7 +183,9 @@ class SimLease:
 
     def shared(self, byte: int, nbytes: int = 1) -> bool:
         if nbytes > 1:  # what a pin keeps of a slot that it gives back
+            assert self._file is not None
             self._kept = range(byte, byte + nbytes)
+            self._file.keepers.add(self)
         return self._take(byte, exclusively=False)
 
     def _take(self, byte: int, *, exclusively: bool) -> bool:
@@ -204,7 +207,8 @@ class SimLease:
             self._bytes.discard(byte)
 
     def first_held(self, byte: int, nbytes: int) -> tuple[int, int] | None:
-        found = [one._kept for one in held_by_any() if one is not self and one._file is self._file]
+        assert self._file is not None
+        found = [one._kept for one in self._file.keepers if one is not self]
         inside = [(kept.start, kept.stop) for kept in found if kept and byte <= kept.start < byte + nbytes]
         return min(inside, default=None)
 
@@ -218,17 +222,13 @@ class SimLease:
         if self.fd >= 0:
             FILES.descriptors.pop(self.fd, None)
         self.fd = -1
+        if self._file is not None:
+            self._file.keepers.discard(self)
         if self._process is not None:
             held_by.get(self._process, set()).discard(self)
 
 
 held_by: dict[Process, set[SimLease]] = {}
-
-
-def held_by_any() -> Iterator[SimLease]:
-    """Return the leases of all processes."""
-    for leases in held_by.values():
-        yield from leases
 
 
 def let_go(process: Process) -> None:

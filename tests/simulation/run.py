@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -15,6 +16,7 @@ from flashckpt.errors import FlashckptError
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Segment
 from simulation import endings, memory, replicas, seams, voting, watches
+from simulation.calm import Calendar
 from simulation.clock import CLOCK, Process, Spins
 from simulation.job import Job, Setup
 from simulation.machines import Node
@@ -109,13 +111,16 @@ def _watched(method: Any) -> Any:
     return call
 
 
-def simulate(seed: int, setup: Setup | None = None, faults: Sequence[Fault] | None = None) -> Outcome:
+def simulate(
+    seed: int, setup: Setup | None = None, faults: Sequence[Fault] | None = None, *, jumps: bool | None = None
+) -> Outcome:
     """Run one simulation.
 
     Args:
         seed: Of everything that is random.
         setup: The job; None: as the seed draws it.
         faults: What goes wrong; None: as the seed draws it.
+        jumps: What is like what was before is counted, and not run (`calm`); False: only looked at; None: neither.
     """
     prepare()
     drawn = draw(seed)
@@ -125,7 +130,7 @@ def simulate(seed: int, setup: Setup | None = None, faults: Sequence[Fault] | No
     _current[:] = [job]
     outcome = Outcome(seed, setup, faults)
     try:
-        _run(job, faults)
+        _run(job, faults, jumps=jumps)
     except Violation as error:
         outcome.rule, outcome.problem = error.rule, str(error)
     except Spins as error:
@@ -139,19 +144,23 @@ def simulate(seed: int, setup: Setup | None = None, faults: Sequence[Fault] | No
     return outcome
 
 
-def _run(job: Job, faults: Sequence[Fault]) -> None:
+def _run(job: Job, faults: Sequence[Fault], *, jumps: bool | None) -> None:
     scheduler, setup = CLOCK.scheduler, job.setup
     job.begin()
-    for fault in faults:
-        scheduler.after(fault.at_s, lambda fault=fault: _break(job, fault))  # type: ignore[misc]
-    scheduler.run(setup.faults_s)
+    if jumps is not None:
+        job.calendar = Calendar(job, jumps=jumps)
+        job.calendar.run(faults, setup.faults_s, partial(_break, job))
+    else:
+        for fault in faults:
+            scheduler.after(fault.at_s, partial(_break, job, fault))
+        scheduler.run(setup.faults_s)
     _calm(job)
     while not _is_lively(job):
         # a persist step that a rank discards is no miss: the next one is persisted
         lively_s = LIVELY_S + (3 * setup.persist_every * setup.step_s if setup.discards else 0.0)
-        if scheduler.now >= setup.faults_s + lively_s:
+        if scheduler.now >= job.calm_s + lively_s:
             raise Violation("liveness", f"nothing new was committed in {lively_s:.0f} s without a fault")
-        if scheduler.now >= setup.faults_s + READ_S and not job.counts["fenced"] and _is_fenced(job):
+        if scheduler.now >= job.calm_s + READ_S and not job.counts["fenced"] and _is_fenced(job):
             job.note("fenced")
             KINDS["restart all nodes"](job, 0, 0.0)
         scheduler.run(scheduler.now + 10)
@@ -192,8 +201,7 @@ def _is_lively(job: Job) -> bool:
     at_s = job.rules.taken_at
     running = job.ranks[0].record.number if job.ranks else -1
     return any(
-        one.generation == running and at_s[one] > job.setup.faults_s and one in job.rules.committed
-        for one in job.committed_at
+        one.generation == running and at_s[one] > job.calm_s and one in job.rules.committed for one in job.committed_at
     )
 
 

@@ -140,6 +140,7 @@ class SimStore:
 
     def __init__(self, bucket: Bucket, process: Process, is_reachable: Callable[[int], bool]) -> None:
         self.bucket, self._process, self._is_reachable = bucket, process, is_reachable
+        self.asked = 0  # requests of this connection
         self.url = f"sim://root/{memory.pid_of(process)}"  # what a process remembers of it goes with the process
 
     # -- what every request goes through ---------------------------------------------------------------------
@@ -148,6 +149,7 @@ class SimStore:
         """Travel there; raise what fails without effect; return whether the answer gets lost after the effect."""
         bucket, trouble, random = self.bucket, self.bucket.trouble, self.bucket.random
         bucket.requests[self._process.node] += count
+        self.asked += count
         self._step()
         CLOCK.scheduler.sleep(bucket.latency_s * trouble.slowness * (0.5 + random.random()))
         if trouble.is_gone or self._process.node in trouble.cut:
@@ -262,4 +264,6 @@ class SimStore:
         return ObjectInfo(key=key, nbytes=len(found[0]), mtime=START_S + found[1])
 
     def _count(self, found: int) -> None:
-        self.bucket.requests[self._process.node] += max(0, ceil(found / _PAGE) - 1)
+        pages = max(0, ceil(found / _PAGE) - 1)
+        self.bucket.requests[self._process.node] += pages
+        self.asked += pages

@@ -10,6 +10,9 @@ from typing import Any
 
 from simulation.clock import CLOCK, Fiber, Process
 
+FOR_EVER_S = 1e9
+"""A time-out that nobody waits for."""
+
 
 class Lock:
     """In place of `threading.Lock`, for fibers."""
@@ -94,7 +97,8 @@ class Event:
         while not self._is_set and scheduler.now < end:
             assert fiber is not None, "only a fiber waits"
             self._waiting.append(fiber)
-            scheduler.after(limit_s, lambda: self._late(fiber))
+            if limit_s < FOR_EVER_S:
+                scheduler.after(limit_s, lambda: self._late(fiber))
             scheduler.block()
         return self._is_set
 

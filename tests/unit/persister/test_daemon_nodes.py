@@ -460,6 +460,23 @@ def test_record_left_behind_by_an_early_look_does_not_block_the_nodes() -> None:
     assert choose_proposal([own, *of_other_nodes([early, late, own], (0, 1))]) == ((1, 20), "policy")
 
 
+def test_records_of_many_nodes_are_not_compared_with_each_other() -> None:
+    """The leader looks at those of all nodes in every turn."""
+    looked = []
+
+    class Ranks(tuple[int, ...]):
+        __slots__ = ()
+
+        def __iter__(self) -> Iterator[int]:
+            looked.append(self)
+            return super().__iter__()
+
+    nodes = [ready(Ranks((2 * at, 2 * at + 1)), None) for at in range(100)]
+    assert of_other_nodes([*nodes, ready((7,), None), ready((), None)], (0, 1)) == nodes[1:]
+    assert len(looked) <= 2 * len(nodes)
+    assert of_other_nodes([ready((), None)], (0, 1)) == [ready((), None)]
+
+
 def test_urgent_request_takes_the_newest_shared_snapshot() -> None:
     one = ready((0, 1), SnapshotId(1, 10), complete=((1, 10), (1, 12), (1, 13)), urgent=True)
     two = ready((2, 3), None, complete=((1, 10), (1, 12)))
