@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -378,6 +378,19 @@ class _ThenSet:
         self.event.set()
 
 
+class _Chunks(NamedTuple):
+    """Chunks with a digest: where each begins and ends in the slot, what it is, and of which row."""
+
+    starts: np.ndarray
+    stops: np.ndarray
+    expected: np.ndarray
+    rows: np.ndarray
+
+    def between(self, first: int, last: int) -> _Chunks:
+        """Return those of these numbers, without the last."""
+        return _Chunks(*(array[first:last] for array in self))
+
+
 @dataclass(frozen=True, slots=True)
 class SlotParts:
     """The bytes of one pack in `ranges` of the slot, each chunk verified before it is handed out; starts over on each `iter()`.
@@ -393,38 +406,36 @@ class SlotParts:
     buffers: Buffers = field(default_factory=Buffers)
 
     def __iter__(self) -> Iterator[memoryview]:
-        chunks = self._chunks()
-        due = next(chunks, None)
+        chunks, done = self._chunks(), 0
         for begin, end in self.ranges:
-            checks = []
-            while due is not None and due[0] < end:
-                checks.append(due)
-                due = next(chunks, None)
-            low = min([begin, *(check[0] for check in checks)])
-            view = read(self.slot, self.buffers, low, max([end, *(check[1] for check in checks)]))
+            stop = int(np.searchsorted(chunks.starts, end))
+            checks = chunks.between(done, stop)
+            low, high = min([begin, *checks.starts[:1].tolist()]), max([end, *checks.stops[-1:].tolist()])
+            view = read(self.slot, self.buffers, low, high)
             self._verify(view, low, checks)
-            part = view[begin - low : end - low]
+            part, done = view[begin - low : end - low], stop
             del view
             yield part
             del part  # before the next one is read: its buffer may be free by then
             crash_point("persist.during-pack")
 
-    def _chunks(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (start, stop, digest, row) of every chunk, by place in the slot."""
-        table = self.manifest.table
-        for row in self.pack.rows:
-            start, nbytes, first = int(table.byte_offset[row]), int(table.nbytes[row]), int(table.first_chunk[row])
-            for number, at in enumerate(range(0, nbytes, CHUNK_BYTES)):
-                expected = int(self.manifest.digests[first + number])
-                yield start + at, start + min(at + CHUNK_BYTES, nbytes), expected, row
+    def _chunks(self) -> _Chunks:
+        """Return all chunks, by place in the slot."""
+        table, rows = self.manifest.table, np.array(self.pack.rows, np.int64)
+        begin, nbytes = table.byte_offset[rows], table.nbytes[rows]
+        counts = -(-nbytes // CHUNK_BYTES)
+        number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        starts = np.repeat(begin, counts) + number * CHUNK_BYTES
+        stops = np.minimum(starts + CHUNK_BYTES, np.repeat(begin + nbytes, counts))
+        expected = self.manifest.digests[np.repeat(table.first_chunk[rows], counts) + number]
+        return _Chunks(starts, stops, expected, np.repeat(rows, counts))
 
-    def _verify(self, view: memoryview, low: int, checks: Sequence[tuple[int, int, int, int]]) -> None:
-        starts, sizes = [start - low for start, *_ in checks], [stop - start for start, stop, *_ in checks]
-        digests = digest_ranges(view, starts, sizes).tolist()
-        for found, (start, stop, expected, row) in zip(digests, checks, strict=True):
-            if found != expected:
-                self.slot.check_whole()  # has more to say
-                raise self._damaged(found, start, stop, expected, row)
+    def _verify(self, view: memoryview, low: int, chunks: _Chunks) -> None:
+        found = digest_ranges(view, chunks.starts - low, chunks.stops - chunks.starts)
+        if wrong := np.flatnonzero(found != chunks.expected).tolist():
+            self.slot.check_whole()  # has more to say
+            at = (int(array[wrong[0]]) for array in (chunks.starts, chunks.stops, chunks.expected, chunks.rows))
+            raise self._damaged(int(found[wrong[0]]), *at)
 
     def _damaged(self, found: int, start: int, stop: int, expected: int, row: int) -> DamagedError:
         begin = start - int(self.manifest.table.byte_offset[row])
