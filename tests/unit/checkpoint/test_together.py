@@ -15,13 +15,14 @@ from flashckpt.checkpoint.catalog import read_manifest
 from flashckpt.checkpoint.indexes import put_indexes, read_indexes
 from flashckpt.checkpoint.writer import commit, persist_slot, write_together
 from flashckpt.core.manifest import Manifest
+from flashckpt.core.shard import Shard
 from flashckpt.errors import DamagedError, PersistError, StoreError
 from flashckpt.planning.packs import PAGE_BYTES, together
 from flashckpt.storage.factory import open_store
 from flashckpt.storage.store import Store
 
 PREFIX = "step-000000010.g1"
-SHARDS = (
+SHARDS: tuple[list[Shard], ...] = (
     [shard("first", (9_000,)), shard("first.small", (3,))],
     [],
     [shard("of another", (500,), replica=1), shard("empty", (0, 2)), shard("odd", (70_001,), dtype="uint8")],
@@ -83,7 +84,7 @@ def test_ranks_written_together_and_others_alone_are_one_checkpoint(tmp_path: Pa
     """As with ranks of another node, or those of which an earlier release wrote packs."""
     store, pins = open_store(tmp_path / "root"), made()
     put_indexes(store, PREFIX, write_together(pins[:3], store, PREFIX))
-    persist_slot(pins[3], store, PREFIX)  # type: ignore[arg-type]
+    persist_slot(pins[3], store, PREFIX)
     assert commit(store, PREFIX, range(len(pins)))
     merged = read_manifest(store, PREFIX)
     assert merged.objects == ["r00000-00002.p0.fck", "r00003.p0.fck"]
@@ -93,7 +94,7 @@ def test_ranks_written_together_and_others_alone_are_one_checkpoint(tmp_path: Pa
 def test_an_index_that_was_there_alone_may_be_written_again_for_all(tmp_path: Path) -> None:
     """A persister that was killed behind some packs and an index, and its successor that writes the ranks together."""
     store, pins = open_store(tmp_path / "root"), made()
-    persist_slot(pins[0], store, PREFIX)  # type: ignore[arg-type]
+    persist_slot(pins[0], store, PREFIX)
     put_indexes(store, PREFIX, write_together(pins, store, PREFIX))
     assert len(read_indexes(store, PREFIX, range(4))) == 1
     assert commit(store, PREFIX, range(4))
