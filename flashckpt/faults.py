@@ -66,7 +66,7 @@ CRASH_POINTS: dict[str, str] = {
     # daemon
     "persist.before-intent": "candidate pinned, intent not written",
     "persist.after-intent": "intent written, no data",
-    "persist.during-pack": "part of a pack written",
+    "persist.during-pack": "part of a pack written, or the packs of some of the ranks that share an object",
     "persist.after-pack": "a pack durable, with two slots its bytes given back to training, others not written",
     "persist.before-index": "packs durable, index not written",
     "ranges.before-put": "packs durable, values of single ranks and index not written",

@@ -1,4 +1,4 @@
-"""The writes of this node for one intent, in the background: each pinned slot into packs, then one index of them all."""
+"""The writes of this node for one intent, in the background: pinned slots into packs, then one index of them all."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from flashckpt.checkpoint.indexes import put_indexes
 from flashckpt.checkpoint.retention import Policy
 from flashckpt.checkpoint.root_records import prefix_of
 from flashckpt.checkpoint.sweeping import is_full, make_room
-from flashckpt.checkpoint.writer import PersistOptions, write_packs
+from flashckpt.checkpoint.writer import PersistOptions, write_packs, write_together
 from flashckpt.core.manifest import Manifest
 from flashckpt.core.snapshot_id import MIN_SLOTS, SnapshotId
 from flashckpt.daemon.machine.logs import log_context
 from flashckpt.daemon.persister.protocol import Cause, WriteFailed, WriteFinished
 from flashckpt.errors import DamagedError, DisagreementError, FlashckptError, PersistError, ShardGapError, StoreError
 from flashckpt.faults import crash_point
+from flashckpt.planning.packs import TOGETHER_BYTES, together
 from flashckpt.shm.inventory import release
 from flashckpt.shm.segment import Pin
 from flashckpt.storage.store import Store
@@ -86,8 +87,10 @@ class Flush:
             self._durable |= {rank: {} for rank in ranks}
         self._is_claimed = self._is_indexed = False
         self._wanted.update(ranks)
-        self._futures = {rank: self._pool.submit(self._persist, store, rank) for rank in ranks}
-        for future in self._futures.values():
+        self._futures = {}
+        for group in self._groups(ranks):
+            future = self._pool.submit(self._persist, store, group)
+            self._futures |= dict.fromkeys(group, future)
             future.add_done_callback(lambda _: self._wake())
 
     def result(self) -> WriteFinished | WriteFailed | None:
@@ -168,28 +171,55 @@ class Flush:
         self._pool.shutdown()
         release(self.pins)
 
-    def _persist(self, store: Store, rank: int) -> None:
-        pinned, started = self.pins[rank], time.monotonic()
+    def _persist(self, store: Store, ranks: list[int]) -> None:
         generation, step = self.identity
         prefix = prefix_of(*self.identity)
-        with log_context(generation=generation, rank=rank, step=step):
-            if not pinned.is_current():
-                raise PersistError(f"the snapshot of rank {rank}, step {step}, was abandoned")
-            if rank not in self._indexes:
-                write = partial(write_packs, pinned, store, prefix, options=self._options, done=self._durable[rank])
-                if pinned.spec.slots <= MIN_SLOTS:  # training has no other slot: it may follow behind what is durable
-                    write = partial(write, keep_only=pinned.keep_only)
-                index = self._with_room(store, write)
-                nbytes = int(index.table.nbytes.sum())
-                _log.info(
-                    "wrote %.1f MB in %d packs in %.2f s", nbytes / 1e6, len(index.objects), time.monotonic() - started
-                )
-                with self._lock:
-                    self._indexes[rank] = index
-                    self.persisted_bytes += nbytes
+        with log_context(generation=generation, rank=ranks[0], step=step):
+            for rank in ranks:
+                if not self.pins[rank].is_current():
+                    raise PersistError(f"the snapshot of rank {rank}, step {step}, was abandoned")
+            if not self._indexes.keys() >= {*ranks}:
+                self._write(store, prefix, ranks)
             if self._completes():
                 self._with_room(store, lambda: put_indexes(store, prefix, self._indexes.values()))
                 self._is_indexed = True
+
+    def _write(self, store: Store, prefix: str, ranks: list[int]) -> None:
+        """Write the packs of some ranks: those of several as one object."""
+        pins, started = [self.pins[rank] for rank in ranks], time.monotonic()
+        follows = [
+            pin for pin in pins if pin.spec.slots <= MIN_SLOTS
+        ]  # no other slot: training writes what is given back
+        if len(pins) > 1:
+            indexes = self._with_room(store, lambda: write_together(pins, store, prefix))
+            for pin in follows:
+                pin.keep_only(0, 0)
+            crash_point("persist.after-pack")
+        else:
+            write = partial(write_packs, pins[0], store, prefix, options=self._options, done=self._durable[ranks[0]])
+            write = partial(write, keep_only=pins[0].keep_only) if follows else write
+            indexes = [self._with_room(store, write)]
+        nbytes = sum(int(one.table.nbytes.sum()) for one in indexes)
+        names = {name for one in indexes for name in one.objects}
+        took_s = time.monotonic() - started
+        _log.info("wrote %.1f MB of %d ranks in %d packs in %.2f s", nbytes / 1e6, len(ranks), len(names), took_s)
+        with self._lock:
+            self._indexes |= zip(ranks, indexes, strict=True)
+            self.persisted_bytes += nbytes
+
+    def _groups(self, ranks: Iterable[int]) -> list[list[int]]:
+        """Return the ranks in groups that are written together: those with little, but compressed packs are of one rank."""
+        if self._options.compression != "off":
+            return [[rank] for rank in ranks]
+        return together({rank: self._bytes_of(rank) for rank in ranks}, TOGETHER_BYTES)
+
+    def _bytes_of(self, rank: int) -> int:
+        """Return what a rank writes; where that cannot be known, more than is written together: its own write says why."""
+        try:
+            table = self.pins[rank].manifest().table
+        except DamagedError:
+            return TOGETHER_BYTES + 1
+        return int(table.nbytes[table.replica == 0].sum())
 
     def _completes(self) -> bool:
         """Whether all packs of this node are written now; true once in an attempt."""

@@ -9,16 +9,13 @@ MANIFEST is refused by the store.
 from __future__ import annotations
 
 import logging
-import mmap
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 
@@ -33,8 +30,8 @@ from flashckpt.checkpoint.compression import (
 from flashckpt.checkpoint.indexes import check_packs, needed_bytes, put_indexes
 from flashckpt.checkpoint.merging import encoded_manifest
 from flashckpt.checkpoint.root_records import LATEST, MANIFEST, TOMBSTONE
+from flashckpt.checkpoint.slot_parts import Buffers, PinnedSlot, SlotParts, parts_of, read
 from flashckpt.core.manifest import Manifest, decode_manifest
-from flashckpt.core.records import CHUNK_BYTES
 from flashckpt.core.schema import HEAD_BYTES, decode_manifest_header
 from flashckpt.errors import (
     DamagedError,
@@ -46,18 +43,18 @@ from flashckpt.errors import (
     StoreError,
 )
 from flashckpt.faults import crash_point
-from flashckpt.native import digest_ranges
 from flashckpt.planning.packs import (
     COMPRESSED_SUFFIX,
     PACK_BYTES,
     PACK_SUFFIX,
+    PAGE_BYTES,
     Pack,
     index_manifest,
     index_name,
     pack_name,
     plan_packs,
 )
-from flashckpt.storage.store import PART_BYTES, Store
+from flashckpt.storage.store import Store
 
 _upload_bytes_s: dict[str, float] = {}
 _log = logging.getLogger(__name__)
@@ -135,12 +132,50 @@ def write_packs(
     except (RootError, StoreError):
         pin.check_whole()  # where memory went away under a write, the storage only knows of a bad address
         raise
+    _refuse_abandoned(pin, manifest)
+    return index_manifest(manifest, packs, [names[number] for number in range(len(packs))])
+
+
+def write_together(pins: Sequence[PinnedSlot], store: Store, prefix: str) -> list[Manifest]:
+    """Write the rows of several slots into one object, uncompressed; return their indexes, for `put_indexes`.
+
+    For ranks that follow each other and have little: all of them are one request, or one file to sync. Readers go by name
+    and place in an index, whose ranks they are they do not ask. All of it becomes durable at once, or nothing.
+
+    Args:
+        pins: The leased slots, by rank.
+        store: The root.
+        prefix: Folder of the checkpoint.
+
+    Errors as `write_packs`.
+    """
+    manifests = [pin.manifest() for pin in pins]
+    name, buffers = pack_name(manifests[0].rank, 0, last=manifests[-1].rank), Buffers()
+    parts: list[SlotParts] = []
+    indexes, end = [], 0
+    for pin, manifest in zip(pins, manifests, strict=True):
+        packs = plan_packs(manifest.table, pin.nbytes, pin.nbytes)
+        parts += [SlotParts(pin, manifest, pack, parts_of(pack, pin), buffers) for pack in packs]
+        moved = [replace(pack, offsets=tuple(at + end for at in pack.offsets)) for pack in packs]
+        indexes.append(index_manifest(manifest, moved, [name] * len(packs)))
+        end += sum(_whole_pages(pack.nbytes) for pack in packs)
+    if parts:
+        try:
+            store.put_object(f"{prefix}/{name}", _OneBehindAnother(parts), end)
+        finally:
+            for pin in pins:
+                pin.check_whole()
+    for pin, manifest in zip(pins, manifests, strict=True):
+        _refuse_abandoned(pin, manifest)
+    return indexes
+
+
+def _refuse_abandoned(pin: PinnedSlot, manifest: Manifest) -> None:
     if not pin.is_current():
         raise PersistError(
             f"the snapshot of step {manifest.step} was abandoned while rank {manifest.rank} was being persisted",
             state="No index was written; its packs are swept later.",
         )
-    return index_manifest(manifest, packs, [names[number] for number in range(len(packs))])
 
 
 def commit(
@@ -223,6 +258,35 @@ def _write_each(
 
 def _release(event: threading.Event, _: Future[str]) -> None:
     event.set()
+
+
+@dataclass(frozen=True, slots=True)
+class _ThenSet:
+    """Parts, and an event that is set behind the last one."""
+
+    parts: Iterable[memoryview]
+    event: threading.Event
+
+    def __iter__(self) -> Iterator[memoryview]:
+        yield from self.parts
+        self.event.set()
+
+
+@dataclass(frozen=True, slots=True)
+class _OneBehindAnother:
+    """The packs of several slots, each from a page on."""
+
+    packs: Sequence[SlotParts]
+
+    def __iter__(self) -> Iterator[memoryview]:
+        for parts in self.packs:
+            yield from parts
+            if gap := _whole_pages(parts.pack.nbytes) - parts.pack.nbytes:
+                yield memoryview(bytes(gap))
+
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
 class _PackWriter:
@@ -311,144 +375,3 @@ def _committed(store: Store, prefix: str) -> bool:
     except ObjectMissingError:
         return False
     return True
-
-
-# -- The bytes of a pinned slot on their way into packs: verified, then handed out where they lie ------------------
-#
-# The persister serves every rank of the node, so that it must outlive another process that truncates a segment's
-# file: a mapping whose loss is an error of this snapshot alone, or, where there is none, copies by system calls.
-
-COPIED_PART_BYTES = 4 << 20
-"""Bytes of a part that is copied: a consumer holds several, and all writers of a node have their own."""
-_PAGE = 4096
-_STEP = 2 << 20  # parts differ by the chunks that reach over their ends, and shall fit into each other's buffers
-
-
-class PinnedSlot(Protocol):
-    """The part of `flashckpt.shm.segment.Pin` that is used."""
-
-    @property
-    def nbytes(self) -> int:
-        """Used bytes of the slot's data area."""
-
-    def view(self) -> memoryview | None:
-        """Bytes of the data area, whose loss does not end this process; None where only `read_into` is as safe."""
-
-    def read_into(self, start: int, out: memoryview) -> None:
-        """Fill `out` from byte `start` of the data area; DamagedError where the file ends before."""
-
-    def check_whole(self) -> None:
-        """Raise DamagedError where a byte that `view` gave may not have been the slot's."""
-
-    def manifest(self) -> Manifest:
-        """Return the slot's verified manifest."""
-
-    def is_current(self) -> bool:
-        """Whether the slot still holds what was pinned."""
-
-
-class Buffers:
-    """Page-aligned buffers that are reused once no view of them is left: new pages cost as much as the copy."""
-
-    def __init__(self) -> None:
-        self._free: list[mmap.mmap] = []
-        self._lock = threading.Lock()
-
-    def take(self, nbytes: int) -> memoryview:
-        """Return a writable view of at least `nbytes` bytes."""
-        with self._lock:
-            fitting = next((one for one in self._free if len(one) >= nbytes), None)
-            if fitting is not None:
-                self._free.remove(fitting)
-        memory = fitting if fitting is not None else mmap.mmap(-1, -(-nbytes // _STEP) * _STEP)
-        array = np.frombuffer(memory, np.uint8)
-        weakref.finalize(array, self._free.append, memory)  # append: atomic, may run in any thread and within `take`
-        return array.data
-
-
-@dataclass(frozen=True, slots=True)
-class _ThenSet:
-    """Parts, and an event that is set behind the last one."""
-
-    parts: Iterable[memoryview]
-    event: threading.Event
-
-    def __iter__(self) -> Iterator[memoryview]:
-        yield from self.parts
-        self.event.set()
-
-
-@dataclass(frozen=True, slots=True)
-class SlotParts:
-    """The bytes of one pack in `ranges` of the slot, each chunk verified before it is handed out; starts over on each `iter()`.
-
-    Parts lie in the slot (`PinnedSlot.check_whole` when all are used), or in buffers that are reused once nobody holds a
-    view of them.
-    """
-
-    slot: PinnedSlot
-    manifest: Manifest
-    pack: Pack
-    ranges: tuple[tuple[int, int], ...]
-    buffers: Buffers = field(default_factory=Buffers)
-
-    def __iter__(self) -> Iterator[memoryview]:
-        chunks = self._chunks()
-        due = next(chunks, None)
-        for begin, end in self.ranges:
-            checks = []
-            while due is not None and due[0] < end:
-                checks.append(due)
-                due = next(chunks, None)
-            low = min([begin, *(check[0] for check in checks)])
-            view = read(self.slot, self.buffers, low, max([end, *(check[1] for check in checks)]))
-            self._verify(view, low, checks)
-            part = view[begin - low : end - low]
-            del view
-            yield part
-            del part  # before the next one is read: its buffer may be free by then
-            crash_point("persist.during-pack")
-
-    def _chunks(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (start, stop, digest, row) of every chunk, by place in the slot."""
-        table = self.manifest.table
-        for row in self.pack.rows:
-            start, nbytes, first = int(table.byte_offset[row]), int(table.nbytes[row]), int(table.first_chunk[row])
-            for number, at in enumerate(range(0, nbytes, CHUNK_BYTES)):
-                expected = int(self.manifest.digests[first + number])
-                yield start + at, start + min(at + CHUNK_BYTES, nbytes), expected, row
-
-    def _verify(self, view: memoryview, low: int, checks: Sequence[tuple[int, int, int, int]]) -> None:
-        starts, sizes = [start - low for start, *_ in checks], [stop - start for start, stop, *_ in checks]
-        digests = digest_ranges(view, starts, sizes).tolist()
-        for found, (start, stop, expected, row) in zip(digests, checks, strict=True):
-            if found != expected:
-                self.slot.check_whole()  # has more to say
-                raise self._damaged(found, start, stop, expected, row)
-
-    def _damaged(self, found: int, start: int, stop: int, expected: int, row: int) -> DamagedError:
-        begin = start - int(self.manifest.table.byte_offset[row])
-        return DamagedError(
-            f"{self.manifest.table.fqn(row)!r} is damaged in the snapshot of step {self.manifest.step}"
-            f" (rank {self.manifest.rank}, memory)",
-            found=f"digest {found:016x} of its bytes {begin} to {begin + stop - start}",
-            expected=f"digest {expected:016x}",
-            state="Nothing of this step was committed; earlier checkpoints are as they were.",
-            remedy="check the machine's memory; the next snapshot is persisted as usual",
-        )
-
-
-def read(slot: PinnedSlot, buffers: Buffers, start: int, stop: int) -> memoryview:
-    """Return bytes of a slot's data area, in place or copied into a buffer, at the same place of a page as in the slot."""
-    if (whole := slot.view()) is not None:
-        return whole[start:stop]
-    lead = start % _PAGE  # what can be written past the page cache stays so
-    view = buffers.take(lead + stop - start)[lead : lead + stop - start]
-    slot.read_into(start, view)
-    return view
-
-
-def parts_of(pack: Pack, slot: PinnedSlot) -> tuple[tuple[int, int], ...]:
-    """Return (start, stop) of the pack's bytes in the slot: at most PART_BYTES each, or COPIED_PART_BYTES."""
-    most = COPIED_PART_BYTES if slot.view() is None else PART_BYTES
-    return tuple((begin, min(begin + most, stop)) for start, stop in pack.runs for begin in range(start, stop, most))

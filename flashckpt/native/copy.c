@@ -9,6 +9,7 @@
 /* Rows below this go through the cache: their ends, which do, would be most of them. */
 #define STREAM_FROM 2048
 #define LINE 64
+#define MOST_CHUNKS 4 /* that are digested side by side */
 /* Rows of a few hundred bytes wait for memory, each at another place: ask this many rows ahead. */
 #define AHEAD 6
 
@@ -242,6 +243,18 @@ static uint64_t copy_chunk(struct copy_state *copy, size_t begin, size_t end, st
     return xxh3_end(hash, acc, input, nbytes);
 }
 
+/* Digest whole chunks that are not copied, a block of each in turn: a CPU that reads ahead within a page alone then waits for a
+ * page of each at the same time (on an AMD EPYC 0.7 times as long as for one chunk behind the other). Return how many. */
+static size_t digest_chunks(const struct xxh3_level *hash, const uint8_t *input, size_t nbytes, uint64_t *digests) {
+    uint64_t acc[MOST_CHUNKS][8];
+    size_t chunks = smaller(MOST_CHUNKS, nbytes / CHUNK_BYTES);
+    for (size_t k = 0; k < chunks; k++) xxh3_begin(acc[k]);
+    for (size_t b = 0; b < xxh3_full_blocks(CHUNK_BYTES); b++)
+        for (size_t k = 0; k < chunks; k++) hash->blocks(acc[k], input + k * CHUNK_BYTES + b * XXH3_BLOCK, 1);
+    for (size_t k = 0; k < chunks; k++) digests[k] = xxh3_end(hash, acc[k], input + k * CHUNK_BYTES, CHUNK_BYTES);
+    return chunks;
+}
+
 static void copy_row(const struct level *level, const struct row *row, uint64_t *digests, struct figures *figures,
                      int kind) {
     struct copy_state copy;
@@ -252,7 +265,11 @@ static void copy_row(const struct level *level, const struct row *row, uint64_t 
         copy_up_to(&copy, copy.nbytes);
         return;
     }
-    for (size_t begin = 0; begin < copy.nbytes; begin += CHUNK_BYTES, figures++) {
+    size_t begin = 0;
+    if (copy.target == NULL && kind == NO_NUMBERS && level->piece < LANES_PIECE)
+        for (size_t chunks; copy.nbytes - begin >= CHUNK_BYTES; begin += chunks * CHUNK_BYTES, digests += chunks)
+            chunks = digest_chunks(level->hash, copy.source + begin, copy.nbytes - begin, digests);
+    for (; begin < copy.nbytes; begin += CHUNK_BYTES, figures++) {
         size_t end = smaller(begin + CHUNK_BYTES, copy.nbytes);
         struct look look = {NULL, level->fused[kind], figures, end - begin, 0};
         if (kind != NO_NUMBERS) look.numbers = &level->numbers[kind];

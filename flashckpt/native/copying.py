@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from flashckpt.core.records import CHUNK_BYTES
 from flashckpt.environment import env
 from flashckpt.errors import ConfigError
 from flashckpt.native import fallback
@@ -131,7 +132,10 @@ def digest_ranges(memory: Any, starts: Any, sizes: Any) -> Digests:
     held = np.frombuffer(memory, np.uint8)
     if begin.min() < 0 or size.min() < 0 or (begin + size).max() > held.nbytes:
         raise ValueError(f"ranges to byte {(begin + size).max()} of a buffer of {held.nbytes} bytes")
-    rows = np.column_stack((begin + held.ctypes.data, np.zeros_like(begin), size))
+    is_first = np.ones(len(begin), np.bool_)  # of a row: chunks that follow each other are read side by side
+    is_first[1:] = (begin[1:] != begin[:-1] + CHUNK_BYTES) | (size[:-1] != CHUNK_BYTES)
+    first = np.flatnonzero(is_first)
+    rows = np.column_stack((begin[first] + held.ctypes.data, np.zeros_like(first), np.add.reduceat(size, first)))
     return copy_and_digest(rows, check=False)
 
 

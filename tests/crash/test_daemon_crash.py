@@ -27,7 +27,7 @@ from support.ranks import wait_for
 from flashckpt.checkpoint import indexes
 from flashckpt.checkpoint.catalog import read_manifest
 from flashckpt.checkpoint.root_records import prefix_of
-from flashckpt.checkpoint.writer import write_packs
+from flashckpt.checkpoint.writer import write_together
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister import flush, service
 from flashckpt.errors import StoreError
@@ -68,6 +68,40 @@ def test_daemon_killed_at_point_nothing_half_visible_and_the_next_one_finishes(j
     ] or point.startswith(("store", "persist.during-pack")), "only what the sweep removes by age may be left"
 
 
+@pytest.mark.parametrize(
+    ("point", "slots"),
+    [
+        ("persist.during-pack", 3),
+        ("persist.during-pack:2", 3),
+        ("persist.after-pack", 3),
+        ("persist.after-pack", 2),
+        ("persist.before-index", 2),
+    ],
+)
+@pytest.mark.parametrize("most", [0, 1 << 20], ids=["an object each", "one object"])
+def test_daemon_killed_between_the_bytes_of_ranks_the_next_one_finishes(
+    tmp_path: Path, point: str, slots: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind one rank's bytes and before the other's; with two slots the first ones are given back behind a pack."""
+    monkeypatch.setattr(flush, "TOGETHER_BYTES", most)
+    job = FakeJob(str(tmp_path / "root"), slots=slots)
+    try:
+        job.step(10, persist=True)
+        with forked(job, crash_at=point) as doomed:
+            doomed.wait_killed()
+        assert identities(job) == []
+        assert not list(Path(job.root).rglob("*.idx"))
+        there = sorted(path.name for path in Path(job.root).rglob("*.fck"))
+        assert there == ["r00000-00001.p0.fck"] * (not point.startswith("persist.during")) or not most
+        with daemon_of(job) as daemon:
+            turn_until(daemon, lambda: identities(job) == [(1, 10)], "the commit")
+        names = ["r00000-00001.p0.fck"] if most else ["r00000.p0.fck", "r00001.p0.fck"]
+        assert sorted(path.name for path in Path(job.root).rglob("*.fck")) == names
+        assert_bitwise(job, (1, 10))
+    finally:
+        job.die()
+
+
 @pytest.mark.parametrize("point", ["ranges.before-put", "persist.before-index", "persist.before-manifest"])
 def test_daemon_killed_about_values_in_ranges_the_next_one_finishes(
     job: FakeJob, point: str, monkeypatch: pytest.MonkeyPatch
@@ -89,23 +123,23 @@ def test_index_that_cannot_be_written_packs_are_not_written_again(
     job: FakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One index for both ranks; until it is there, neither of them has written."""
-    real, refusals, packs = indexes.put_indexes, [StoreError("no"), StoreError("no")], list[object]()
+    real, refusals, packs = indexes.put_indexes, [StoreError("no"), StoreError("no")], list[int]()
 
     def refused(*args: Any) -> None:
         if refusals:
             raise refusals.pop()
         real(*args)
 
-    def counted(*args: Any, **kwargs: Any) -> object:
-        packs.append(args[0])
-        return write_packs(*args, **kwargs)
+    def counted(pins: Any, *args: Any) -> object:
+        packs.append(len(pins))
+        return write_together(pins, *args)
 
     monkeypatch.setattr(flush, "put_indexes", refused)
-    monkeypatch.setattr(flush, "write_packs", counted)
+    monkeypatch.setattr(flush, "write_together", counted)
     job.step(10, persist=True)
     with daemon_of(job) as daemon:
         turn_until(daemon, lambda: identities(job) == [(1, 10)], "the commit")
-    assert (refusals, len(packs)) == ([], len(job.ranks))
+    assert (refusals, packs) == ([], [len(job.ranks)])
     assert_bitwise(job, (1, 10))
     names = sorted(path.name for path in Path(job.root).rglob("*.idx"))
     assert names == ["r00000-00001.idx"]
@@ -160,14 +194,14 @@ def test_two_daemons_at_once_exactly_one_commit_and_it_is_whole(job: FakeJob, tm
 
 def _stop_before_writing() -> None:
     """In the child: stop for good when the first slot is to be written, as a paused container or a lost VM does."""
-    real, first = write_packs, threading.Lock()
+    real, first = write_together, threading.Lock()
 
     def frozen(*args: Any, **kwargs: Any) -> object:
         if first.acquire(blocking=False):
             os.kill(os.getpid(), signal.SIGSTOP)
         return real(*args, **kwargs)
 
-    mock.patch.object(flush, "write_packs", frozen).start()  # in a child of its own, which ends with it
+    mock.patch.object(flush, "write_together", frozen).start()  # in a child of its own, which ends with it
 
 
 def test_daemon_frozen_across_a_restart_elsewhere_is_fenced_when_it_wakes(

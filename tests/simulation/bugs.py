@@ -155,8 +155,8 @@ MUTANTS = [
            "            return WriteFailed(self.cause_of(error), problem_of(error), tuple(failed))\n", "            break\n"),
     Mutant("after a failure there is no next attempt", f"{_P}/attempts.py",
            "return time.monotonic() >= self._again_s", "return self._again_s == 0.0"),
-    Mutant("a digest is not checked while packs are written", f"{_C}/writer.py",
-           "            if found != expected:\n", "            if False:\n"),
+    Mutant("a digest is not checked while packs are written", f"{_C}/slot_parts.py",
+           "if wrong := np.flatnonzero(found != chunks.expected).tolist():", "if wrong := list[int]():"),
     Mutant("a snapshot that was overwritten is persisted", f"{_S}/lease.py",
            "        if header != self.header and (self.kept is None or header.identity <= self.header.identity):\n"
            "            return False\n", ""),

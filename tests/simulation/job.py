@@ -81,7 +81,7 @@ class Job:
         self.setup, self.clock = setup, CLOCK
         CLOCK.scheduler, CLOCK.offset_s = Scheduler(), {}
         memory.reset()
-        seams.forget()
+        seams.forget(seed)
         replicas.forget(self)
         voting.forget()
         wakers.clear()

@@ -174,8 +174,12 @@ controls: dict[str, Any] = {}
 """The control page of each node, by its path."""
 
 
-def forget() -> None:
-    """Forget what the simulation before left in modules: one seed is one story, whatever was run earlier."""
+def forget(seed: int) -> None:
+    """Forget what the simulation before left in modules: one seed is one story, whatever was run earlier.
+
+    With odd seeds the ranks of a node, which are small here, share an object; with even ones each has its own.
+    """
+    _module("daemon.persister.flush").TOGETHER_BYTES = (seed % 2) << 23
     controls.clear()
     _module("checkpoint.catalog")._infos.clear()
     _module("checkpoint.writer")._upload_bytes_s.clear()

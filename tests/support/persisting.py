@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 from flashckpt.checkpoint.indexes import put_indexes
 from flashckpt.checkpoint.retention import Policy, prune
 from flashckpt.checkpoint.root_records import prefix_of
-from flashckpt.checkpoint.writer import commit, write_packs
+from flashckpt.checkpoint.writer import commit, write_together
 from flashckpt.core.intent import Intent
-from flashckpt.core.manifest import Manifest
 from flashckpt.daemon.persister import protocol as p
 from flashckpt.daemon.persister.coordinator import PersistCoordinator
 from flashckpt.daemon.persister.messaging import IDLE_LOOK_S, ROOT_LOOK_S
@@ -23,7 +22,7 @@ from flashckpt.shm.job_directory import JobConfig
 from flashckpt.storage.store import Store
 from support.negotiations import Node, Root
 from support.requests import RequestStore
-from support.slots import make_pin, shard
+from support.slots import FakePin, make_pin, shard
 
 
 @dataclass
@@ -49,7 +48,9 @@ class CountedNode(Node):
         store = cast("Store", self.counted)
         match action:
             case p.StartWrite(intent, ranks):
-                put_indexes(store, prefix_of(*intent.identity), [self._packs(intent, rank, store) for rank in ranks])
+                prefix = prefix_of(*intent.identity)
+                pins = [self._pin_of(intent, rank) for rank in ranks]
+                put_indexes(store, prefix, write_together(cast("Any", pins), store, prefix))
                 self.result = p.WriteFinished(0.0)
                 return p.Done()
             case p.Commit(intent):
@@ -63,11 +64,10 @@ class CountedNode(Node):
                 return p.Done()
         return self._asked()._write(action, store)
 
-    def _packs(self, intent: Intent, rank: int, store: Store) -> Manifest:
+    def _pin_of(self, intent: Intent, rank: int) -> FakePin:
         part = shard("weight", (self.world_size, 8), offsets=(rank, 0), lengths=(1, 8))
         values = {"step": intent.step, f"rng@rank{rank}": b"state of the generators"}
-        pin = make_pin([part], rank=rank, world_size=self.world_size, step=intent.step, values=values)
-        return write_packs(pin, store, prefix_of(*intent.identity))
+        return make_pin([part], rank=rank, world_size=self.world_size, step=intent.step, values=values)
 
     def _asked(self) -> PersistCoordinator:
         if self.executor is None:

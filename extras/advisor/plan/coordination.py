@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from flashckpt.planning.packs import PACK_BYTES
+from flashckpt.planning.packs import PACK_BYTES, TOGETHER_BYTES
 
 KEYS_PER_REQUEST = 1000
 """Of a listing or a batch delete."""
@@ -103,7 +103,7 @@ def coordination(
         requests_per_s: Requests that the storage answers per second, of all nodes together.
     """
     is_ranged = ranks >= RANGED_FROM
-    objects = ranks * max(1, math.ceil(checkpoint_bytes / ranks / PACK_BYTES)) + nodes * (1 + is_ranged)
+    objects = _packs(ranks, nodes, checkpoint_bytes / ranks) + nodes * (1 + is_ranged)
     parts = max(1, math.ceil(ranks / KEYS_PER_REQUEST))  # of a listing, side by side
     pages = max(1, parts * math.ceil(objects / parts / KEYS_PER_REQUEST))
     proposals = max(1, math.ceil(nodes / KEYS_PER_REQUEST))
@@ -129,6 +129,14 @@ def coordination(
         manifest_bytes=ranks * INDEXED_RANK_BYTES + rows * INDEXED_ROW_BYTES if names_indexes else of_rows,
         least_s=total / requests_per_s,
     )
+
+
+def _packs(ranks: int, nodes: int, rank_bytes: float) -> int:
+    """Return the packs of all nodes: several of a rank with much, one of several ranks with little."""
+    if rank_bytes > TOGETHER_BYTES:
+        return ranks * math.ceil(rank_bytes / PACK_BYTES)
+    share = max(1, math.floor(TOGETHER_BYTES / max(rank_bytes, 1.0)))
+    return nodes * math.ceil(ranks / nodes / share)
 
 
 def _decision(nodes: int) -> int:

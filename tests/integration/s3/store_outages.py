@@ -17,8 +17,9 @@ from support.ranks import wait_for
 from support.s3 import Server, s3_server
 from support.slots import make_pin, shard
 
-from flashckpt.checkpoint.catalog import list_checkpoints
-from flashckpt.checkpoint.writer import commit, persist_slot
+from flashckpt.checkpoint.catalog import list_checkpoints, read_manifest
+from flashckpt.checkpoint.indexes import put_indexes
+from flashckpt.checkpoint.writer import commit, persist_slot, write_together
 from flashckpt.errors import StoreError
 from flashckpt.storage.store import PART_BYTES, Store
 
@@ -154,6 +155,44 @@ def test_killed_in_mid_upload_nothing_is_visible_and_the_sweep_aborts_it(
     persist_slot(pin, store, "step-000000010.g1")
     assert commit(store, "step-000000010.g1", [0])
     assert [info.step for info in list_checkpoints(store)] == [10]
+    store.close()
+
+
+TOGETHER = """
+import sys
+from support.slots import make_pin, shard
+from flashckpt.checkpoint.writer import write_together
+from support.s3 import Server
+server = Server(endpoint=sys.argv[1], bucket=sys.argv[2])
+pins = [make_pin([shard(f"w{rank}", (100_001,))], rank=rank, world_size=4) for rank in range(4)]
+write_together(pins, server.open(sys.argv[3], backend=sys.argv[4]), "step-000000010.g1")
+"""
+
+
+@both
+def test_killed_between_the_bytes_of_ranks_that_share_an_object_nothing_is_there_and_the_next_writer_finishes(
+    server: Server, backend: str, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TOGETHER, server.endpoint, server.bucket, tmp_path.name, backend],
+        env={**os.environ, "FLASHCKPT_CRASH_AT": "persist.during-pack:2", "PYTHONPATH": f"{TESTS}:{TESTS.parent}"},
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL
+    store = server.open(tmp_path.name, backend=backend)
+    assert store.list() == []
+    assert unfinished(server) == []
+    pins = [make_pin([shard(f"w{rank}", (100_001,))], rank=rank, world_size=4) for rank in range(4)]
+    put_indexes(store, "step-000000010.g1", write_together(pins, store, "step-000000010.g1"))
+    assert commit(store, "step-000000010.g1", range(4))
+    merged = read_manifest(store, "step-000000010.g1")
+    assert merged.objects == ["r00000-00003.p0.fck"]
+    for pin in pins:
+        (row,) = merged.table.rows(f"w{pin.manifest().rank}")
+        out = bytearray(400_004)
+        store.get_range("step-000000010.g1/r00000-00003.p0.fck", int(merged.table.byte_offset[row]), memoryview(out))
+        assert bytes(out) == bytes(pin.row(0))
     store.close()
 
 

@@ -18,9 +18,10 @@ from support.memory import SIZES, bytes_of, spec_of, take
 from support.ranks import wait_for
 from support.slots import make_pin, shard
 
-from flashckpt.checkpoint import writer
+from flashckpt.checkpoint import slot_parts
 from flashckpt.checkpoint.indexes import missing_writers
-from flashckpt.checkpoint.writer import COPIED_PART_BYTES, Buffers, PersistOptions, SlotParts, parts_of, persist_slot
+from flashckpt.checkpoint.slot_parts import COPIED_PART_BYTES, Buffers, SlotParts, parts_of
+from flashckpt.checkpoint.writer import PersistOptions, persist_slot, write_packs
 from flashckpt.errors import DamagedError, StoreError
 from flashckpt.native import guarding
 from flashckpt.planning.packs import plan_packs
@@ -218,7 +219,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[Counted]:
 
 
 IN_FLIGHT = 2 * WRITERS + 1  # written, waiting, being read
-MOST_BYTES = IN_FLIGHT * (COPIED_PART_BYTES + writer._STEP)
+MOST_BYTES = IN_FLIGHT * (COPIED_PART_BYTES + slot_parts._STEP)
 
 
 @pytest.mark.parametrize("parts", [6, 24])
@@ -305,7 +306,7 @@ class Slow:
 def test_the_next_pack_is_begun_before_the_last_one_is_durable(slot_of: Callable[..., Slot]) -> None:
     slot = slot_of((20_000, 20_000, 20_000))
     store = Slow(3)
-    writer.write_packs(slot.pin, store, PREFIX, options=PersistOptions(pack_bytes=20_000))  # type: ignore[arg-type]
+    write_packs(slot.pin, store, PREFIX, options=PersistOptions(pack_bytes=20_000))  # type: ignore[arg-type]
     assert store.names == [f"{PREFIX}/r00000.p{number}.fck" for number in (2, 0, 1)]
 
 

@@ -329,3 +329,17 @@ def test_ranges_of_a_buffer_are_digested_in_their_order(copied_by: str) -> None:
     assert digest_ranges(b"", [], []).size == 0
     with pytest.raises(ValueError, match="of a buffer of"):
         digest_ranges(data, [len(data) - 1], [2])
+
+
+def test_ranges_that_follow_each_other_are_digested_chunk_by_chunk(copied_by: str) -> None:
+    """Whole chunks are read side by side, up to four; whatever follows them, and a short one ends the run."""
+    mib, data = 1 << 20, np.resize(RANDOM, 11 << 20)
+    sizes = [mib] * 6 + [0, 5, mib, mib - 1, mib, mib]
+    starts = [3 + sum(sizes[:at]) for at in range(len(sizes))]
+    found = digest_ranges(data.data, starts, sizes)
+    chunks = [data[start : start + size] for start, size in zip(starts, sizes, strict=True) if size]
+    assert found.tolist() == [xxh3(chunk) for chunk in chunks]
+    apart = digest_ranges(data.data, [0, mib], [mib - 5, mib])
+    assert apart.tolist() == [xxh3(data[: mib - 5]), xxh3(data[mib : 2 * mib])]
+    whole = digest_ranges(data.data, [1], [10 * mib + 7])
+    assert whole.tolist() == [xxh3(data[at : min(at + mib, 10 * mib + 8)]) for at in range(1, 10 * mib + 2, mib)]

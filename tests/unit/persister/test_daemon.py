@@ -219,7 +219,7 @@ def test_log_lines_carry_generation_rank_and_step(job: FakeJob) -> None:
         return log.read_text()
 
     wait_for(lambda: "committed after" in lines(), what="the line")
-    assert re.search(r"INFO \[gen 1 \| rank 1 \| step 10\] wrote 0\.0 MB in 1 packs in", lines())
+    assert re.search(r"INFO \[gen 1 \| rank 0 \| step 10\] wrote 0\.0 MB of 2 ranks in 1 packs in", lines())
     assert re.search(r"INFO \[gen 1 \| rank - \| step 10\] committed after", lines())
     job.die()
     wait_for(lambda: not job.directory.path.exists(), what="the daemon to end")

@@ -20,7 +20,7 @@ from support.ranks import wait_for
 from flashckpt.checkpoint import writer
 from flashckpt.checkpoint.intents import Proposals
 from flashckpt.checkpoint.root_records import MANIFEST
-from flashckpt.checkpoint.writer import write_packs
+from flashckpt.checkpoint.writer import write_together
 from flashckpt.core.intent import NodeProposal
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister import coordinator, flush, messaging, negotiation, persist
@@ -204,11 +204,11 @@ class _Clock:
         self.durations, self.now = durations, 0
         self.changed = threading.Condition()
 
-    def persist(self, pin: Pin, *args: Any, **kwargs: Any) -> object:
+    def persist(self, pins: list[Pin], *args: Any) -> object:
         with self.changed:
-            end = self.now + self.durations[pin.header.rank // 2]
+            end = self.now + self.durations[pins[0].header.rank // 2]
             self.changed.wait_for(lambda: self.now >= end, timeout=30)
-        return write_packs(pin, *args, **kwargs)
+        return write_together(pins, *args)
 
     def tick(self) -> None:
         with self.changed:
@@ -222,7 +222,7 @@ def test_three_daemons_of_different_speed_all_slower_than_the_interval_still_com
 ) -> None:
     """Persist steps come every 4 steps; a persist takes 6, 9 and 14; daemons look every 1, 2 and 3 steps."""
     clock = _Clock({0: 6, 1: 9, 2: 14})
-    monkeypatch.setattr(flush, "write_packs", clock.persist)
+    monkeypatch.setattr(flush, "write_together", clock.persist)
     with daemons_of(nodes) as daemons:
         for step in range(1, 161):
             for job in nodes:

@@ -20,7 +20,7 @@ from support.memory_tier import FakeJob
 from support.ranks import wait_for
 from watchdog.observers import Observer
 
-from flashckpt.checkpoint.writer import write_packs
+from flashckpt.checkpoint.writer import write_together
 from flashckpt.daemon.persister import flush, service
 from flashckpt.daemon.persister import wakeup as wakeup_module
 from flashckpt.daemon.persister.wakeup import Wakeup
@@ -123,7 +123,7 @@ def test_the_end_of_a_write_wakes_the_daemon(tmp_path: Path, monkeypatch: pytest
     """It looks once a minute here, and is asleep before the bytes are written: nothing else tells it of them."""
     monkeypatch.setattr(service, "SCAN_S", 60.0)
     monkeypatch.setattr(service, "BUSY_S", 60.0)
-    job, asleep, real = FakeJob(str(tmp_path / "root")), threading.Event(), write_packs
+    job, asleep, real = FakeJob(str(tmp_path / "root")), threading.Event(), write_together
 
     def write(*args: Any, **options: Any) -> object:
         assert asleep.wait(30)
@@ -135,7 +135,7 @@ def test_the_end_of_a_write_wakes_the_daemon(tmp_path: Path, monkeypatch: pytest
         return woken(self, timeout_s)
 
     woken = Wakeup.wait
-    monkeypatch.setattr(flush, "write_packs", write)
+    monkeypatch.setattr(flush, "write_together", write)
     monkeypatch.setattr(Wakeup, "wait", wait)
     lock = job.directory.hold_daemon()
     assert lock is not None

@@ -237,7 +237,7 @@ def test_walls_are_named_with_the_size_at_which_they_begin() -> None:
     sizes = [
         at(8, persist_s=20, wanted_s=600),
         at(1024, persist_s=30, wanted_s=60),
-        at(16384, persist_s=30, wanted_s=10),
+        at(16384, persist_s=30, wanted_s=5),
     ]
     found = {one["wall"]: one["gpus"] for one in walls(sizes)}
     assert list(found.values()) == [16384, None, None, 16384, None]
