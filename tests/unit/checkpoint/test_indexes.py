@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from support.slots import FakePin, make_pin, shard
@@ -57,14 +58,13 @@ def test_ranks_that_follow_each_other_share_one_index(store: Store) -> None:
 def test_a_node_of_many_asks_only_for_what_lies_near_its_ranks(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     for first in (0, 8, 996, 9992, 16376):
         store.put(f"{PREFIX}/r{first:05d}-{first + 7:05d}.idx", b"")
-    asked: list[str] = []
-    whole = store.list
-    monkeypatch.setattr(store, "list", lambda prefix: asked.append(prefix) or whole(prefix))
+    asked = Mock(side_effect=store.list)
+    monkeypatch.setattr(store, "list", asked)
     assert missing_writers(store, PREFIX, range(16376, 16384)) == []
     assert missing_writers(store, PREFIX, range(996, 1006)) == [1004, 1005]
     assert missing_writers(store, PREFIX, range(9990, 10000)) == [9990, 9991]
     assert missing_writers(store, PREFIX, range(10000, 10008)) == [*range(10000, 10008)]
-    assert [prefix.rpartition("/")[2] for prefix in asked] == ["r15", "r16", "r00", "r01", "r08", "r09", "r09", "r10"]
+    assert [call.args[0].rpartition("/")[2] for call in asked.call_args_list] == ["r15", "r16", "r00", "r01", "r08", "r09", "r09", "r10"]
 
 
 @pytest.mark.parametrize("ranged_from", [1, 64], ids=["in ranges", "in MANIFEST"])
