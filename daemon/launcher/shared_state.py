@@ -31,7 +31,7 @@ from flashckpt.daemon.launcher.silence import ANSWERS, BEAT_S, Neighbours
 
 _log = logging.getLogger("flashckpt.dlrun")
 _NOTHING = "-"
-_LOOK_S, _LOOK_NODE_S, _SUSPECT_CACHE_S = 0.15, 0.004, 0.1
+_LOOK_S, _LOOK_NODE_S, _SUSPECT_CACHE_S = 0.15, 0.01, 0.1
 """Seconds between two looks at the number; more where there are many nodes, fewer where one is silent."""
 _POLL_S, _POLL_NODE_S = 0.05, 0.0005
 _MOST_ASKERS = 64
