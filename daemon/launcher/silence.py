@@ -42,7 +42,7 @@ class _Heard:
 
     @property
     def has_ended(self) -> str:
-        """How it is known that the agent has ended; "" where it is not."""
+        """AWAY or GONE where the agent is known to have ended, else ""."""
         return AWAY if self.unanswered > 1 else GONE if self.refused >= _REFUSED else ""
 
     @property
@@ -65,7 +65,7 @@ class Neighbours:
     Args:
         patience_s: Silence after which a node is lost even if its machine answers: its agent is stopped, or gone.
         read: Returns the newest keep-alive of a node, its time there in milliseconds, and the port of its agent; 0 for what there is not.
-        ask: As `findings.ask`: returns what these ports answer; of many it may ask a few.
+        ask: Returns what ports answer, as `findings.ask`; of many it may ask a few.
         clock: Seconds.
         now: Unix seconds.
     """
