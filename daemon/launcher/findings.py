@@ -19,8 +19,9 @@ from flashckpt.daemon.launcher.stop import KeyValueStore
 
 _FIRST, _NODE = "flashckpt/first-failure", "flashckpt/node"
 _LOOK_S = 0.2
-ANSWER_S = 0.5
-_MOST_ASKED = 16
+ANSWER_S = 0.3
+NOBODYS_PORT = 1
+_MOST_ASKED = 32
 _MOST = 300
 """Characters of a text that are shown."""
 _GONE = (
@@ -97,26 +98,36 @@ def _introduced(store: KeyValueStore, node: int) -> dict[str, Any]:
 
 
 def answering(addresses: Mapping[int, str]) -> dict[int, bool]:
-    """Return which machines answer at all, if only with a refusal. It takes ANSWER_S at most; of many, the first few are asked."""
-    found: dict[int, bool] = {}
+    """Return which machines answer at all, if only with a refusal; of many, the first few are asked."""
+    found = ask([(address, NOBODYS_PORT) for address in addresses.values()])
+    return {node: answer is not None for node, answer in zip(addresses, found, strict=False)}
+
+
+def ask(ports: Sequence[tuple[str, int]]) -> list[bool | None]:
+    """Return of ports (address, number) whether somebody listens there; None: the machine does not answer, or the number is 0.
+
+    Of many, the first few are asked. An answer that comes within ANSWER_S counts, however late this process sees it.
+    """
+    found = dict[int, bool | None]()
     threads = [
-        threading.Thread(target=_ask, args=(node, address, found), name="flashckpt-ask", daemon=True)
-        for node, address in list(addresses.items())[:_MOST_ASKED]
+        threading.Thread(target=_ask, args=(i, *port, found), name="flashckpt-ask", daemon=True)
+        for i, port in enumerate(ports[:_MOST_ASKED])
+        if port[1]
     ]
     for thread in threads:
         thread.start()
-    end = time.monotonic() + ANSWER_S
+    end = time.monotonic() + 2 * ANSWER_S
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
-    return {node: found.get(node, False) for node in list(addresses)[:_MOST_ASKED]}
+    return [found.get(i) for i in range(len(ports[:_MOST_ASKED]))]
 
 
-def _ask(node: int, address: str, found: dict[int, bool]) -> None:
+def _ask(i: int, address: str, port: int, found: dict[int, bool | None]) -> None:
     try:
-        with socket.create_connection((address, 1), timeout=ANSWER_S):
-            found[node] = True
+        with socket.create_connection((address, port), timeout=ANSWER_S):
+            found[i] = True
     except OSError as error:
-        found[node] = isinstance(error, ConnectionError)
+        found[i] = False if isinstance(error, ConnectionError) else None
 
 
 def describe_lost(store: KeyValueStore, node: int, address: str) -> str:

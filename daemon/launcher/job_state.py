@@ -26,7 +26,7 @@ class JobState(_RendezvousState):
     Attributes:
         token: The round's random name; "" before the first round is complete.
         lost: Nodes that were removed because they were silent, in this round and the one before: round, milliseconds of silence, 1 if
-            its machine could not be reached.
+            its agent is known to have ended, alone or with its machine.
     """
 
     def __init__(self) -> None:

@@ -126,7 +126,8 @@ def _several_nodes(params: RendezvousParameters, secret: bytes) -> RendezvousHan
     # a state of an earlier launch never names this node, not even if its address and process id are the same
     node = handler._this_node = _NodeDesc(node.addr, node.pid, secrets.randbits(62))  # noqa: SLF001 -- the same
     handler._settings = _with_frequent_beats(handler.settings)  # noqa: SLF001 -- the same
-    handler._state_holder = SharedState(store, handler.settings, seal, node)  # noqa: SLF001 -- the same
+    seat = rendezvous_store.seat(node.addr)
+    handler._state_holder = SharedState(store, handler.settings, seal, node, seat)  # noqa: SLF001 -- the same
     return handler
 
 

@@ -71,6 +71,19 @@ def listener(host: str, port: int) -> socket.socket | None:
         raise DistNetworkError(f"{address} port {port}: {error.strerror or error}") from error
 
 
+def seat(host: str) -> socket.socket | None:
+    """Return a socket that listens as long as this process runs, for others to see that it does; None where `host` leads elsewhere."""
+    address, _ = _reached_at(host)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        made = socket.create_server((address, 0), family=family, backlog=64) if address else None
+    except OSError:
+        return None
+    if made is not None:
+        made.settimeout(0.0)
+    return made
+
+
 def _reached_at(host: str) -> tuple[str, str]:
     """Return the address by which other nodes reach this one under that name, or why it is not known.
 

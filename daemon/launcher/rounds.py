@@ -231,7 +231,7 @@ class FreshStoreRendezvous(rendezvous_store.Forwarding):
         return _gone(self._nodes, inner._state_holder.state.participants)  # noqa: SLF001 -- a copy of what all nodes share
 
     def has_lost(self) -> bool:
-        """Return whether a node of this round is lost with its machine, and the job can do without it.
+        """Return whether a node of this round has ended, alone or with its machine, and the job can do without it.
 
         Where it cannot, nothing is gained by a restart: the link may come back, and the ranks continue.
         """
@@ -239,8 +239,8 @@ class FreshStoreRendezvous(rendezvous_store.Forwarding):
             return False
         state = inner._state_holder.state  # noqa: SLF001 -- a copy of what all nodes share
         gone = self._nodes.keys() - state.participants.keys()
-        is_away = isinstance(state, JobState) and any(state.lost.get(node, (0, 0, 0))[2] for node in gone)
-        return is_away and self._steps.fitting(len(state.participants)) > 0
+        has_ended = isinstance(state, JobState) and any(state.lost.get(node, (0, 0, 0))[2] for node in gone)
+        return has_ended and self._steps.fitting(len(state.participants)) > 0
 
     def lost_since_the_round_before(self) -> dict[int, str]:
         """Return the nodes of the previous round that are not in this one, group rank -> address."""

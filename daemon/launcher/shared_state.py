@@ -1,17 +1,19 @@
 """The rendezvous state that the nodes of a job share: signed JSON in a store, with small keys beside it.
 
-The state has one key, and is replaced by compare-and-set. A number beside it counts its changes: who waits asks for the number,
-and reads the state when it is another. A keep-alive is a small key of each node, which one neighbour reads (silence). So what idle nodes
+The state has one key, and is replaced by compare-and-set. A number beside it counts its changes: who looks asks for the number,
+and reads the state when it is another. Its upper half counts those that end a wait, of which a round of many nodes has a few. A keep-alive is a small key of each node, which one neighbour reads (silence). So what idle nodes
 ask for is as small with many nodes as with few.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
+import socket
 import time
 from collections.abc import Callable
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from typing import TypeVar
 
 from torch._C._distributed_c10d import Store
@@ -25,16 +27,19 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from flashckpt.daemon.launcher.job_secret import Seal, UnsealedError
 from flashckpt.daemon.launcher.job_state import JobState, decode, encode
-from flashckpt.daemon.launcher.silence import BEAT_S, Neighbours
+from flashckpt.daemon.launcher.silence import ANSWERS, BEAT_S, Neighbours
 
 _log = logging.getLogger("flashckpt.dlrun")
 _NOTHING = "-"
-_CACHE_S, _SUSPECT_CACHE_S = BEAT_S, 0.1
+_LOOK_S, _LOOK_NODE_S, _SUSPECT_CACHE_S = 0.15, 0.01, 0.1
+"""Seconds between two looks at the number; more where there are many nodes, fewer where one is silent."""
 _POLL_S, _POLL_NODE_S = 0.05, 0.0005
+_MOST_ASKERS = 64
 _WHOLE_S = 5.0
 """After which the state is read though its number is the same: its writer may have died before it counted."""
 _TURN_S, _MOST_TURN_S = 0.002, 1.0
 """Seconds for each node of the job over which nodes spread the next try, where another was faster."""
+_TURN_BITS = 32
 _BROKEN = (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError)
 T = TypeVar("T")
 
@@ -47,16 +52,25 @@ class SharedState(_BackendRendezvousStateHolder):
         settings: The rendezvous settings.
         seal: Signs it.
         node: This node; None for one that only looks.
+        seat: The socket that listens as long as this agent runs (`rendezvous_store.seat`).
     """
 
     _state: JobState
 
-    def __init__(self, store: Store, settings: RendezvousSettings, seal: Seal, node: _NodeDesc | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        settings: RendezvousSettings,
+        seal: Seal,
+        node: _NodeDesc | None = None,
+        seat: socket.socket | None = None,
+    ) -> None:
         super().__init__(backend=None, settings=settings)  # type: ignore[arg-type]  # sync, below, is all that uses it
-        self._store, self._seal, self._node = store, seal, node
+        self._store, self._seal, self._node, self._seat = store, seal, node, seat
         self._key = f"flashckpt.rendezvous.{settings.run_id}"
         self._state, self._text = JobState(), _NOTHING
         self._changes, self._read_s = -1, 0.0
+        self._is_calm = False
         self._beat, self._beat_at = 0, datetime.min.replace(tzinfo=timezone.utc)
         patience = settings.keep_alive_interval * settings.keep_alive_max_attempt
         self._silence = Neighbours(patience.total_seconds(), self._beat_of)
@@ -78,9 +92,9 @@ class SharedState(_BackendRendezvousStateHolder):
             has_set, self._dirty = self._write(), False
         elif self._last_sync_time >= max(time.monotonic() - self._cache_s(), 0):
             return None
-        elif self.has_changed():
+        elif not self._is_calm and self.has_changed():
             self._read()
-        self._last_sync_time = time.monotonic()
+        self._is_calm, self._last_sync_time = False, time.monotonic()
         self._remove_lost()
         return has_set
 
@@ -88,29 +102,38 @@ class SharedState(_BackendRendezvousStateHolder):
         """Return whether the state must be read again."""
         return self._count(0) != self._changes or time.monotonic() > self._read_s + _WHOLE_S
 
+    def _has_turned(self) -> bool:
+        return self._count(0) >> _TURN_BITS != self._changes >> _TURN_BITS or time.monotonic() > self._read_s + _WHOLE_S
+
     def wait(self, timeout_s: float) -> None:
-        """Return when the state has changed, or after `timeout_s` seconds; the next `sync` reads it."""
+        """Return when a wait may be over, or after `timeout_s` seconds; only then does the next `sync` read the state."""
         end = time.monotonic() + timeout_s
         pause_s = _POLL_S + _POLL_NODE_S * len(self._state.nodes())  # all ask one process
-        while not self.has_changed() and time.monotonic() < end:
+        while (is_calm := not self._has_turned()) and time.monotonic() < end:
             time.sleep(pause_s)
-        self._last_sync_time = -1
+        self._is_calm, self._last_sync_time = is_calm, -1
 
     def beat(self) -> None:
         """Say that this node runs."""
         if self._node is not None:
             self._beat_at = datetime.now(timezone.utc)
             self._beat = max(self._beat + 1, int(self._beat_at.timestamp() * 1000))
-            data = self._seal.close(f"{self._node} {self._beat}").decode()
+            port = self._seat.getsockname()[1] if self._seat is not None else 0
+            data = self._seal.close(f"{self._node} {self._beat} {port}").decode()
             self._asked(lambda: self._store.set(f"{self._key}.beat.{self._node}", data))
             self._state.last_heartbeats[self._node] = self._beat_at
+            with contextlib.suppress(OSError):  # no more have asked
+                for _ in range(_MOST_ASKERS if self._seat is not None else 0):
+                    self._seat.accept()[0].close()  # type: ignore[union-attr]  # it is there
 
     def _cache_s(self) -> float:
-        return _SUSPECT_CACHE_S if self._silence.suspects else _CACHE_S
+        many_s = _LOOK_NODE_S * len(self._state.participants)  # all ask one process
+        return _SUSPECT_CACHE_S if self._silence.suspects else min(BEAT_S, max(_LOOK_S, many_s))
 
     def _write(self) -> bool:
         """Write the state; where another node was faster, wait a moment, as one of many that try, and read its state."""
-        self.beat()
+        if datetime.now(timezone.utc) - self._beat_at > timedelta(seconds=BEAT_S / 2):
+            self.beat()
         if self._replace():
             return True
         time.sleep(random.uniform(0, min(_MOST_TURN_S, _TURN_S * self._settings.min_nodes)))
@@ -123,9 +146,21 @@ class SharedState(_BackendRendezvousStateHolder):
             return True
         if self._swap(self._key, self._text, wanted) != wanted:
             return False
-        self._text, self._read_s = wanted, time.monotonic()
-        self._count(1)  # not taken for the number of this state: another write may have been counted
+        before, self._text, self._read_s = self._text, wanted, time.monotonic()
+        turns = self._ends_wait(JobState() if before == _NOTHING else self._decode(before))
+        self._count(
+            1 + (turns << _TURN_BITS)
+        )  # not taken for the number of this state: another write may have been counted
         return True
+
+    def _ends_wait(self, before: JobState) -> bool:
+        """Return whether a node that waits may have something to do: not where others have only joined it, or left before it."""
+        most = self._settings.max_nodes
+        then, now = (
+            (one.round, one.complete, one.closed, one.deadline, len(one.participants) < most, one.lost.keys())
+            for one in (before, self._state)
+        )
+        return then != now
 
     def _read(self) -> None:
         changes = self._count(0)  # before the state: one that is written meanwhile is read again
@@ -151,26 +186,25 @@ class SharedState(_BackendRendezvousStateHolder):
             return
         state = self._state
         lost = self._silence.lost(self._node, state.nodes())
-        for node, (silent_s, is_away) in lost.items():
-            machine = "its machine does not answer" if is_away else "its machine answers"
-            _log.warning("node %s: no keep-alive for %.1f s, %s: it is out of the round", node.addr, silent_s, machine)
+        for node, (silent_s, how) in lost.items():
+            _log.warning("node %s: no keep-alive for %.1f s, %s: it is out of the round", node.addr, silent_s, how)
             was_in = state.participants.pop(node, None) is not None
             state.wait_list.discard(node)
             state.redundancy_list.discard(node)
-            state.lost[node] = [state.round, int(silent_s * 1000), int(is_away)]
+            state.lost[node] = [state.round, int(silent_s * 1000), int(how != ANSWERS)]
             if was_in:
                 _remove_participant_epilogue(state, self._settings)
         if lost and not self._replace():
             self._read()  # the next look finds them silent still
 
-    def _beat_of(self, node: _NodeDesc) -> int:
-        """Return a node's newest keep-alive, 0 if there is none that it wrote."""
+    def _beat_of(self, node: _NodeDesc) -> tuple[int, int]:
+        """Return a node's newest keep-alive and the port of its seat, 0 for what there is not, or what it did not write."""
         found = self._swap(f"{self._key}.beat.{node}", "", _NOTHING)
         try:
-            name, _, beat = self._seal.open(found.encode()).rpartition(" ") if found != _NOTHING else ("", "", "0")
-            return int(beat) if name == str(node) else 0
+            name, beat, port = self._seal.open(found.encode()).rsplit(" ", 2) if found != _NOTHING else ("", "0", "0")
+            return (int(beat), int(port) & 0xFFFF) if name == str(node) else (0, 0)
         except (UnsealedError, ValueError):
-            return 0
+            return 0, 0
 
     def _count(self, by: int) -> int:
         return int(self._asked(lambda: self._store.add(f"{self._key}.changes", by)))

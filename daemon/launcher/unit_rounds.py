@@ -11,7 +11,10 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     _Action,
     _DistributedRendezvousOpExecutor,
+    _NodeDesc,
     _RendezvousContext,
+    _RendezvousExitOp,
+    _RendezvousJoinOp,
 )
 
 from flashckpt.daemon.launcher.job_state import JobState
@@ -47,6 +50,7 @@ class UnitRounds(_DistributedRendezvousOpExecutor):
         self.has_waited = False
         self.is_spare = False
         self.held = 0
+        self._members: set[_NodeDesc] = set()
 
     def run(
         self,
@@ -62,12 +66,16 @@ class UnitRounds(_DistributedRendezvousOpExecutor):
         if not isinstance(holder, SharedState):
             super().run(state_handler, deadline, update_deadline)
             return
+        left = -1
         while True:
             holder.sync()
             self._state = holder.state
+            if self._has_left(left):
+                return
             action = state_handler(_RendezvousContext(self._node, self._state, self._settings), deadline)
             match action:
                 case _Action.FINISH:
+                    self._note_members(state_handler)
                     return
                 case _Action.ERROR_CLOSED:
                     raise RendezvousClosedError
@@ -79,10 +87,44 @@ class UnitRounds(_DistributedRendezvousOpExecutor):
                     holder.beat()
                     self._keep_alive_in(holder)
                 case _:
-                    getattr(self, _STEPS[action])()
+                    left = self._change(action, leaves=isinstance(state_handler, _RendezvousExitOp))
                     holder.mark_dirty()
             if action is _Action.REMOVE_FROM_REDUNDANCY_LIST and update_deadline is not None:
                 deadline = update_deadline(self._settings.timeout.join)
+
+    def _note_members(self, operation: object) -> None:
+        if isinstance(operation, _RendezvousJoinOp):
+            self._members = set(self._state.participants)
+
+    def _change(self, action: _Action, *, leaves: bool) -> int:
+        """Change the state; return the number of the round that this node leaves to begin the next one, -1 for none."""
+        begins_again = leaves and self._state.complete and not self._state.closed
+        number = self._state.round if begins_again else -1
+        getattr(self, _STEPS[action])()
+        if begins_again:
+            self._begin_again()
+        return number
+
+    def _has_left(self, number: int) -> bool:
+        """Return whether this node has left that round, and waits for the next or is in it; False for -1."""
+        return number >= 0 and (self._state.round > number or self._node in self._state.wait_list)
+
+    def _begin_again(self) -> None:
+        """Wait for the next round in the write that leaves this one; who leaves last begins it, with those that wait and were in this one.
+
+        Of many nodes each writes once then, not three times. One that dies while it waits is lost from the new round instead.
+        """
+        state = self._state
+        if state.complete:  # others are in it still
+            self._add_to_wait_list()
+            return
+        for node in self._members & state.wait_list:
+            state.wait_list.discard(node)
+            state.participants[node] = 1
+        self._add_to_participants()
+        others_come = state.complete or state.wait_list or state.redundancy_list
+        if not others_come and len(state.participants) >= self._settings.min_nodes:
+            self._mark_rendezvous_complete()  # those of the last round are here, or known to be lost
 
     def _keep_alive_in(self, holder: SharedState) -> None:
         before = self._state.deadline

@@ -36,16 +36,25 @@ FIRST_MODULES = (
     "torch",
     "torch.distributed",
     "torch.distributed.elastic.multiprocessing.errors",
+)
+"""The modules that any script needs: the first workers wait for no others, where there are cores for their own imports."""
+OWN_MODULES = (
+    "flashckpt.core.manifest",
+    "flashckpt.checkpoint.catalog",
+    "flashckpt.restore.gather",
+    "flashckpt.restore.candidate",
+    "flashckpt.restore.absent_state",
+    "flashckpt.restore.coordinator",
+    "flashckpt.session.opening",
     "flashckpt.session.checkpointer",
     "flashckpt.storage.conditional",
     "flashckpt.storage.factory",
     "flashckpt.storage.posix",
     "flashckpt.storage.direct_io",
-    "flashckpt.restore.gather",
     "flashckpt.state.replication",
     "flashckpt.sampler",
 )
-"""The modules that any script needs: the first workers wait for no others, where there are cores for their own imports."""
+"""Those of scripts with a Checkpointer, in parts: what is there when the first workers are asked for, these need not import."""
 LATER_MODULES = (
     "torch._dynamo",  # the first torch.optim construction imports it
     "torch.distributed.tensor",
@@ -117,7 +126,7 @@ def preload(names: Iterable[str]) -> None:
 
 def later_modules() -> deque[str]:
     """Return what is imported behind FIRST_MODULES, in order: what plug-ins name comes last."""
-    return deque((*LATER_MODULES, *(entry.target for entry in entry_points.every(entry_points.PRELOAD))))
+    return deque((*OWN_MODULES, *LATER_MODULES, *(entry.target for entry in entry_points.every(entry_points.PRELOAD))))
 
 
 def unfit() -> str:
@@ -183,7 +192,9 @@ def serve(sock: socket.socket, agent: int, *, is_brief: bool = False) -> dict[st
 
 
 def _use_wait(sock: socket.socket, later: deque[str]) -> None:
-    """Import what is left where the first workers are not asked for soon: the node waits for others, or as a spare."""
+    """Import the small modules until the first workers are asked for, the rest where that is not soon: the node waits for others, or as a spare."""
+    while later and later[0] in OWN_MODULES and not select.select([sock], [], [], 0)[0]:
+        preload([later.popleft()])
     if later and not select.select([sock], [], [], _SOON_S)[0]:
         _import_all(later, until=sock)
 

@@ -23,6 +23,7 @@ from flashckpt.daemon.launcher import shared_state
 from flashckpt.daemon.launcher.job_secret import Seal
 from flashckpt.daemon.launcher.rounds import FreshStoreRendezvous
 from flashckpt.daemon.launcher.shared_state import SharedState
+from flashckpt.daemon.launcher.silence import AWAY, GONE
 from flashckpt.daemon.launcher.unit_rounds import UnitRounds
 
 SEAL = Seal(b"correct-horse-battery-staple", "rendezvous x")
@@ -53,10 +54,10 @@ class Counted:
 class Job:
     """Nodes of one rendezvous, each with its own view of a store, and threads for those that wait."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, least: int = 0) -> None:
         self.store = Counted()
         timeout = RendezvousTimeout(join=timedelta(seconds=60))
-        self.settings = RendezvousSettings("x", size, size, timeout, timedelta(seconds=60), 3)
+        self.settings = RendezvousSettings("x", least or size, size, timeout, timedelta(seconds=60), 3)
         self.nodes = [_NodeDesc(f"n{i:04}", 1, i) for i in range(size)]
         self.views = {node: SharedState(self.store, self.settings, SEAL, node) for node in self.nodes}  # type: ignore[arg-type]
         for view in self.views.values():
@@ -94,7 +95,45 @@ def test_nodes_join_leave_and_join_again(size: int) -> None:
     assert sorted(job.places().values()) == list(range(size))
     state = job.views[job.nodes[0]].state
     assert (state.round, state.complete) == (1, True)
-    assert job.store.inner.add(f"{HEAD}.changes", 0) <= 3 * size, "at most one write for each change"
+    assert job.store.inner.add(f"{HEAD}.changes", 0) & 0xFFFFFFFF <= 2 * size, (
+        "each node joins by one write, and begins again by one"
+    )
+
+
+@pytest.mark.parametrize("comes", ["nobody", "a spare"])
+def test_a_round_that_lost_a_node_begins_again_at_once_unless_another_node_comes(comes: str) -> None:
+    """Of four nodes, where two are enough: those that are left do not wait for a last call; with a spare they wait until it is there."""
+    job = Job(5, least=2)
+    first, lost, spare = job.views[job.nodes[0]], job.nodes[3], job.nodes[4]
+    first.sync()
+    first.state.participants, first.state.complete = {node: i for i, node in enumerate(job.nodes[:4])}, True
+    first.mark_dirty()
+    assert first.sync() is True
+    job.do(_RendezvousJoinOp(), job.nodes[:3])
+    job.views[lost].wait(0)
+    job.views[lost].sync()
+    del job.views[lost].state.participants[lost]
+    job.views[lost].state.wait_list |= {spare} if comes == "a spare" else set()
+    job.views[lost].mark_dirty()
+    assert job.views[lost].sync() is True
+    for node in job.nodes[:3]:
+        job.views[node].wait(0)
+    job.do(_RendezvousExitOp(), job.nodes[:3])
+    assert sorted(job.places()) == ["n0000", "n0001", "n0002"]
+    assert first.state.complete == (comes == "nobody")
+    assert (first.state.round, first.state.deadline is None) == (1, comes == "nobody")
+
+
+def test_who_dies_while_it_waits_for_the_next_round_is_lost_from_it() -> None:
+    job = Job(3)
+    job.do(_RendezvousJoinOp(), job.nodes)
+    job.do(_RendezvousExitOp(), job.nodes)  # the first two may be dead by now
+    job.places()
+    watcher = job.views[job.nodes[0]]
+    watcher._silence.lost = lambda *_: {job.nodes[1]: (0.8, GONE)}  # type: ignore[method-assign]
+    watcher._remove_lost()
+    assert job.places().keys() == {"n0000", "n0002"}
+    assert watcher.state.lost[job.nodes[1]] == [1, 800, 1]
 
 
 def bytes_of_an_idle_node(size: int) -> float:
@@ -154,6 +193,31 @@ def test_a_write_that_another_was_faster_with_is_not_taken() -> None:
     assert (two.state.participants, two.state.round) == ({job.nodes[0]: 0}, 0)
 
 
+def test_who_waits_reads_the_state_when_the_round_is_there_not_when_others_join_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = Job(4)
+    waiting = job.views[job.nodes[0]]
+    waiting.sync()
+    reads: list[int] = []
+    read = waiting._read
+    monkeypatch.setattr(waiting, "_read", lambda: (reads.append(1), read()))
+    monkeypatch.setattr(shared_state, "_WHOLE_S", 600.0)
+    for number, node in enumerate(job.nodes):
+        view = job.views[node]
+        view._last_sync_time = -1
+        view.sync()
+        reads.clear()
+        view.state.participants[node] = 0
+        view.state.complete = number == 3
+        view.mark_dirty()
+        assert view.sync() is True
+        waiting.wait(0)
+        waiting.sync()
+        assert len(reads) == (number == 3)
+    assert waiting.state.participants.keys() == set(job.nodes)
+
+
 def test_a_writer_that_dies_before_it_counts_is_seen_a_little_later(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(2)
     dead, other = (job.views[node] for node in job.nodes)
@@ -175,15 +239,15 @@ def test_a_keep_alive_counts_only_from_its_node_and_with_the_secret() -> None:
     job = Job(2)
     one, two = (job.views[node] for node in job.nodes)
     two.beat()
-    assert (first := one._beat_of(job.nodes[1])) > 0
+    assert (first := one._beat_of(job.nodes[1])) > (0, 0)
     two.beat()
     assert one._beat_of(job.nodes[1]) > first
     theirs = job.store.inner.get(f"{HEAD}.beat.{job.nodes[1]}")
     job.store.inner.set(f"{HEAD}.beat.{job.nodes[0]}", theirs.decode())
-    assert one._beat_of(job.nodes[0]) == 0, "that of another node"
-    stranger = Seal(b"another secret of a job", "rendezvous x").close(f"{job.nodes[1]} 99")
+    assert one._beat_of(job.nodes[0]) == (0, 0), "that of another node"
+    stranger = Seal(b"another secret of a job", "rendezvous x").close(f"{job.nodes[1]} 99 0")
     job.store.inner.set(f"{HEAD}.beat.{job.nodes[1]}", stranger.decode())
-    assert one._beat_of(job.nodes[1]) == 0
+    assert one._beat_of(job.nodes[1]) == (0, 0)
 
 
 @pytest.mark.parametrize("race", [False, True], ids=["alone", "another-write-is-first"])
@@ -194,7 +258,7 @@ def test_a_lost_node_is_out_of_the_state_for_all_and_a_waiting_one_may_join(*, r
     for view in (watcher, other):
         view.wait(0)
         view.sync()
-    watcher._silence.lost = lambda *_: {job.nodes[1]: (1.5, True)}  # type: ignore[method-assign]
+    watcher._silence.lost = lambda *_: {job.nodes[1]: (1.5, AWAY)}  # type: ignore[method-assign]
     if race:
         other.state.wait_list.add(_NodeDesc("n9", 1, 9))
         other.mark_dirty()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Sequence
 
 import pytest
+from support.ranks import wait_for
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 
-from flashckpt.daemon.launcher.silence import BEAT_S, Neighbours
+from flashckpt.daemon.launcher import rendezvous_store
+from flashckpt.daemon.launcher.findings import ask
+from flashckpt.daemon.launcher.silence import ANSWERS, AWAY, BEAT_S, GONE, Neighbours
 
 NODES = [_NodeDesc(name, 1, 0) for name in "abcd"]
 A, B, C, D = NODES
@@ -20,24 +24,26 @@ class Ring:
     def __init__(self, me: _NodeDesc) -> None:
         self.me, self.now_s, self.reads = me, 0.0, 0
         self.beating, self.reachable = set(NODES), {node.addr for node in NODES}
+        self.listening = set(self.reachable)
         self.asking_s = 0.0
-        self.silence = Neighbours(PATIENCE_S, self.read, self.answers, lambda: self.now_s, lambda: self.now_s)
+        self.silence = Neighbours(PATIENCE_S, self.read, self.ask, lambda: self.now_s, lambda: self.now_s)
         self.last = dict.fromkeys(NODES, 0)
 
-    def answers(self, addresses: Mapping[int, str]) -> dict[int, bool]:
-        self.now_s += self.asking_s
-        return {place: address in self.reachable for place, address in addresses.items()}
+    def ask(self, ports: Sequence[tuple[str, int]]) -> list[bool | None]:
+        if threading.current_thread() is threading.main_thread():  # the others are not waited for
+            self.now_s += self.asking_s
+        return [(port > 1 and name in self.listening) if name in self.reachable else None for name, port in ports]
 
-    def read(self, node: _NodeDesc) -> int:
+    def read(self, node: _NodeDesc) -> tuple[int, int]:
         self.reads += 1
         if node in self.beating:
             self.last[node] = int(self.now_s / BEAT_S) * int(BEAT_S * 1000)
-        return self.last[node]
+        return self.last[node], 2
 
-    def after(self, seconds: float, step_s: float = LOOK_S) -> dict[_NodeDesc, tuple[float, bool]]:
+    def after(self, seconds: float, step_s: float = LOOK_S) -> dict[_NodeDesc, tuple[float, str]]:
         """Look for some seconds; return who is lost at the end, or as soon as any is."""
         end = self.now_s + seconds
-        found: dict[_NodeDesc, tuple[float, bool]] = {}
+        found: dict[_NodeDesc, tuple[float, str]] = {}
         while self.now_s < end and not found:
             self.now_s += step_s
             found = self.silence.lost(self.me, NODES)
@@ -50,8 +56,8 @@ def test_a_machine_that_does_not_answer_is_lost_within_two_seconds() -> None:
     ring.beating.discard(A)
     ring.reachable.discard("a")
     begun = ring.now_s
-    ((node, (silent_s, is_away)),) = ring.after(10).items()
-    assert (node, is_away) == (A, True)
+    ((node, (silent_s, how)),) = ring.after(10).items()
+    assert (node, how) == (A, AWAY)
     assert ring.now_s - begun <= 2.0
     assert silent_s >= 1.0
 
@@ -65,7 +71,62 @@ def test_a_node_that_is_stopped_or_busy_is_not_lost_while_its_machine_answers_an
         ring.beating.add(A)
         assert ring.after(2) == {}
     ring.beating.discard(A)
-    assert [(node, is_away) for node, (_, is_away) in ring.after(10).items()] == [(A, False)]
+    assert [(node, how) for node, (_, how) in ring.after(10).items()] == [(A, ANSWERS)]
+
+
+def test_an_agent_that_has_ended_is_lost_within_a_second_where_its_machine_says_so() -> None:
+    ring = Ring(B)
+    assert ring.after(10) == {}
+    ring.beating.discard(A)
+    ring.listening.discard("a")
+    begun = ring.now_s
+    assert [(node, how) for node, (_, how) in ring.after(10).items()] == [(A, GONE)]
+    assert ring.now_s - begun <= 1.5
+
+
+def test_a_refusal_says_nothing_of_an_agent_that_never_let_itself_be_asked_nor_one_between_answers() -> None:
+    """A firewall that refuses for it; and one refusal, by something on the way."""
+    ring = Ring(B)
+    ring.listening.clear()
+    assert ring.after(10) == {}
+    ring.beating.discard(A)
+    assert ring.after(PATIENCE_S - 1) == {}
+    ring = Ring(B)
+    assert ring.after(10) == {}
+    ring.beating.discard(A)
+    for _ in range(8):
+        ring.listening ^= {"a"}
+        assert ring.after(LOOK_S) == {}
+
+
+@pytest.mark.parametrize("age_s", [0.0, 0.25, 0.45])
+def test_a_machine_that_is_paused_for_a_second_is_not_lost(age_s: float) -> None:
+    """It is paused so long after its last keep-alive message, and answers nothing that was asked meanwhile."""
+    ring = Ring(B)
+    assert ring.after(10, step_s=0.05) == {}
+    ring.beating.discard(A)
+    assert ring.after(age_s, step_s=0.05) == {}
+    ring.reachable.discard("a")
+    ring.asking_s, back_s = 0.3, ring.now_s + 1.0
+    while ring.now_s < back_s:
+        assert ring.after(0.05, step_s=0.05) == {}
+    ring.reachable.add("a")
+    ring.asking_s = 0.0
+    assert ring.after(0.5) == {}
+    ring.beating.add(A)
+    assert ring.after(10) == {}
+
+
+def test_a_seat_answers_as_long_as_it_is_there() -> None:
+    seat = rendezvous_store.seat("127.0.0.1")
+    assert seat is not None
+    port = seat.getsockname()[1]
+    wait_for(
+        lambda: ask([("127.0.0.1", 1), ("127.0.0.1", port), ("127.0.0.1", 0)]) == [False, True, None], what="an answer"
+    )
+    seat.close()
+    wait_for(lambda: ask([("127.0.0.1", port)]) == [False], what="a refusal")
+    assert rendezvous_store.seat("no-such-host.invalid") is None
 
 
 def test_one_lost_packet_is_no_lost_machine() -> None:
@@ -104,7 +165,7 @@ def test_a_watcher_that_is_too_busy_to_ask_takes_no_answer_for_none() -> None:
     ring.beating.discard(A)
     ring.reachable.discard("a")
     ring.asking_s = 1.5
-    assert all(not away for _ in range(3) for _, away in ring.after(2.0).values())
+    assert all(how == ANSWERS for _ in range(3) for _, how in ring.after(2.0).values())
 
 
 def test_nodes_of_an_earlier_launch_are_given_two_seconds() -> None:
@@ -120,7 +181,7 @@ def test_nodes_of_an_earlier_launch_are_given_two_seconds() -> None:
 
 def test_a_node_whose_clock_is_an_hour_behind_is_not_lost() -> None:
     ring = Ring(B)
-    ring.silence = Neighbours(PATIENCE_S, ring.read, ring.answers, lambda: ring.now_s, lambda: ring.now_s + 3600)
+    ring.silence = Neighbours(PATIENCE_S, ring.read, ring.ask, lambda: ring.now_s, lambda: ring.now_s + 3600)
     assert ring.after(20) == {}
 
 

@@ -78,6 +78,29 @@ def test_the_first_workers_of_few_do_not_wait_for_modules_that_not_every_script_
     assert done == order
 
 
+@pytest.mark.parametrize("asked_after", [0, 1, 9])
+def test_small_modules_are_imported_until_the_first_workers_are_asked_for(
+    asked_after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = socket.socketpair()
+    done: list[str] = []
+
+    def preload(names: list[str]) -> None:
+        done.extend(names)
+        if len(done) == asked_after:
+            there.send(b"r")
+
+    if not asked_after:
+        there.send(b"r")
+    monkeypatch.setattr(server, "_SOON_S", 0.0)
+    monkeypatch.setattr(server, "preload", preload)
+    monkeypatch.setattr(server, "_import_all", lambda *_, **__: done.append("all"))
+    own = server.OWN_MODULES[:3]
+    with here, there:
+        server._use_wait(here, deque([*own, "torch.large"]))
+    assert done == ([*own, "all"] if asked_after == 9 else list(own[:asked_after]))
+
+
 def test_process_with_a_second_thread_is_not_fit_to_be_forked() -> None:
     code = (
         "import threading, time\nfrom flashckpt.daemon.zygote import server as zygote\nbefore = zygote.unfit()\n"
