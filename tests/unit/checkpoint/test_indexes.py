@@ -64,7 +64,16 @@ def test_a_node_of_many_asks_only_for_what_lies_near_its_ranks(store: Store, mon
     assert missing_writers(store, PREFIX, range(996, 1006)) == [1004, 1005]
     assert missing_writers(store, PREFIX, range(9990, 10000)) == [9990, 9991]
     assert missing_writers(store, PREFIX, range(10000, 10008)) == [*range(10000, 10008)]
-    assert [call.args[0].rpartition("/")[2] for call in asked.call_args_list] == ["r15", "r16", "r00", "r01", "r08", "r09", "r09", "r10"]
+    assert [call.args[0].rpartition("/")[2] for call in asked.call_args_list] == [
+        "r15",
+        "r16",
+        "r00",
+        "r01",
+        "r08",
+        "r09",
+        "r09",
+        "r10",
+    ]
 
 
 @pytest.mark.parametrize("ranged_from", [1, 64], ids=["in ranges", "in MANIFEST"])
