@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from datetime import datetime, timedelta, timezone
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from torch._C._distributed_c10d import HashStore
@@ -199,22 +200,21 @@ def test_who_waits_reads_the_state_when_the_round_is_there_not_when_others_join_
     job = Job(4)
     waiting = job.views[job.nodes[0]]
     waiting.sync()
-    reads: list[int] = []
-    read = waiting._read
-    monkeypatch.setattr(waiting, "_read", lambda: (reads.append(1), read()))
+    reads = Mock(side_effect=waiting._read)
+    monkeypatch.setattr(waiting, "_read", reads)
     monkeypatch.setattr(shared_state, "_WHOLE_S", 600.0)
     for number, node in enumerate(job.nodes):
         view = job.views[node]
         view._last_sync_time = -1
         view.sync()
-        reads.clear()
+        reads.reset_mock()
         view.state.participants[node] = 0
         view.state.complete = number == 3
         view.mark_dirty()
         assert view.sync() is True
         waiting.wait(0)
         waiting.sync()
-        assert len(reads) == (number == 3)
+        assert reads.call_count == (number == 3)
     assert waiting.state.participants.keys() == set(job.nodes)
 
 
