@@ -152,7 +152,7 @@ def main() -> None:
         file.truncate(max(1, int(options.gb * 1e9) // PIECE) * PIECE)
         slot = mapped(Path(file.name)).reshape(-1, PIECE)
         slot[:] = np.random.default_rng(0).integers(0, 256, PIECE, np.uint8)
-        del slot  # restores map it anew
+        del slot  # each part maps it itself
         found = measure(Path(file.name), options.device, options.seconds)
     rows = [
         f"{part}: {name}: {summarise(values).text()}" for part, cases in found.items() for name, values in cases.items()

@@ -39,6 +39,7 @@ FIRST_MODULES = (
 )
 """The modules that any script needs: the first workers wait for no others, where there are cores for their own imports."""
 OWN_MODULES = (
+    "numpy.ma",  # the first np.unique imports it
     "flashckpt.core.manifest",
     "flashckpt.checkpoint.catalog",
     "flashckpt.restore.gather",

@@ -176,8 +176,8 @@ class DeviceRows:
 
 
 def _joined(rows: Ints, at: Ints, starts: Ints, sizes: Ints) -> list[tuple[int, int, int, int]]:
-    """Return runs as (row, byte in it, start in the block, bytes); those that go on where the one before ended are one."""
-    goes_on = (np.diff(rows) == 0) & (at[1:] == at[:-1] + sizes[:-1]) & (starts[1:] == starts[:-1] + sizes[:-1])
-    first = np.flatnonzero(np.concatenate([[True], ~goes_on]))
+    """Return runs as (row, byte in it, start in the block, bytes); those that continue the one before are one."""
+    continues = (np.diff(rows) == 0) & (at[1:] == at[:-1] + sizes[:-1]) & (starts[1:] == starts[:-1] + sizes[:-1])
+    first = np.flatnonzero(np.concatenate([[True], ~continues]))
     nbytes = np.add.reduceat(sizes, first)
     return list(zip(rows[first].tolist(), at[first].tolist(), starts[first].tolist(), nbytes.tolist(), strict=True))
