@@ -36,7 +36,7 @@ def page(found: Sequence[Job], copied_by: str, huge: str) -> Group:
     lines += _dead(dead) if dead else []
     if not found:
         lines.append("no job in this machine's memory; flashckpt status ROOT reads what a root remembers")
-    lines.append(f"this installation copies memory by: {copied_by}; huge pages for slots: {huge}")
+    lines.append(f"this installation copies memory by {copied_by}; huge pages for slots: {huge}")
     if huge == "never":
         lines.append("  allowed by: mount -o remount,huge=within_size /dev/shm")
     return Group(*(Text(printable(line), overflow="fold") for line in lines))
@@ -104,7 +104,7 @@ def table(found: Sequence[Job], copied_by: str) -> Table:
     made = new_table(
         *("JOB", "STATE", ">GEN", ">STEP", ">SNAPSHOT", ">COMMITTED", ">LAG", ">FAILURES", ">RESTARTS", ">GOODPUT"),
         *(">MEMORY", *(["REPLICAS"] if has_replicas else []), "ROOT", ""),
-        title=f"this installation copies memory by: {copied_by}",
+        title=f"this installation copies memory by {copied_by}",
     )
     for one in found:
         dead = "dead, resumable" if one["snapshot"] else "dead, nothing to resume"

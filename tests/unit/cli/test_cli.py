@@ -147,7 +147,7 @@ def test_verify_intact_then_a_flipped_bit_is_named(job: FakeJob, capsys: Capture
     code, document = run_json("verify", job.root, "--all", capsys=capsys)
     assert code == 0
     assert [c["damaged"] for c in document["checkpoints"]] == [[], []]
-    pack = Path(job.root) / "step-000000020.g1/r00001.p0.fck"
+    pack = Path(job.root) / "step-000000020.g1/r00000-00001.p0.fck"
     raw = bytearray(pack.read_bytes())
     raw[1_100_000] ^= 4
     pack.write_bytes(raw)
@@ -155,7 +155,7 @@ def test_verify_intact_then_a_flipped_bit_is_named(job: FakeJob, capsys: Capture
     assert code == 32
     (damage,) = document["checkpoints"][0]["damaged"]
     assert damage["tensor"] == "model.layers.0.w"
-    assert "object r00001.p0.fck" in damage["problem"]
+    assert "object r00000-00001.p0.fck" in damage["problem"]
     assert "1048576 to 1200000" in damage["problem"]
     assert run("verify", job.root, "--step", "10", capsys=capsys)[0] == 0
 
@@ -176,10 +176,10 @@ def test_verify_reads_the_disk_and_not_the_page_cache(
 
 
 def test_verify_missing_pack_is_named(job: FakeJob, capsys: Captured) -> None:
-    (Path(job.root) / "step-000000020.g1/r00000.p0.fck").unlink()
+    (Path(job.root) / "step-000000020.g1/r00000-00001.p0.fck").unlink()
     code, out, _ = run("verify", job.root, capsys=capsys)
     assert code == 32
-    assert "r00000.p0.fck" in out
+    assert "r00000-00001.p0.fck" in out
 
 
 def test_diff_counts_differing_elements_and_equal_ones(job: FakeJob, capsys: Captured) -> None:
@@ -203,7 +203,7 @@ def test_values_in_ranges_are_inspected_compared_and_verified(
         code, document = run_json("inspect", root, "--step", "10", capsys=capsys)
         assert code == 0
         assert document["values"].keys() == {"step", "rng@rank0", "rng@rank1"}
-        assert document["writer_bytes"].keys() == {"r00000", "r00001"}
+        assert document["writer_bytes"].keys() == {"r00000-00001"}
         _, document = run_json("diff", root, "10", "20", capsys=capsys)
         assert document["values"].keys() == {"step", "rng@rank0", "rng@rank1"}
         assert run("verify", root, "--all", capsys=capsys)[0] == 0
@@ -236,7 +236,7 @@ def test_status_of_a_job_whose_persisting_fails_says_so_and_exits_with_40(job: F
     found = run_json("status", "--job", "other", capsys=capsys)
     pages = huge_pages(memory_root().resolve())
     assert found == (0, {"jobs": [], "left_alone": [], "copied_by": implementation(), "huge_pages": pages})
-    assert f"this installation copies memory by: {implementation()}" in out
+    assert f"this installation copies memory by {implementation()}" in out
 
 
 def test_status_says_by_what_the_ranks_of_a_job_copy(job: FakeJob, capsys: Captured) -> None:
