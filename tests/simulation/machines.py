@@ -257,6 +257,7 @@ class Rank:
     writer: Any = None
     request: SnapshotRequest | None = None
     busy_until: float = 0.0
+    has_taken: bool = False
     segments: RankSegments = field(init=False)
     acks: SnapshotAcks = field(init=False)
     sampler: ElasticSampler = field(init=False)
@@ -368,8 +369,15 @@ class Rank:
         manifest = Manifest.of(request, table=table, digests=all_digests, values=values, figures=figures)
         writer.commit(encode_manifest(manifest), data_bytes=total, suspect=2 * is_bad)
         self.acks.publish(self.segments.complete())
+        wakes = (
+            request.persist
+            or self.job.setup.persist_s > 0
+            or self.world > self.job.setup.per_node
+            or not self.has_taken
+        )
+        self.has_taken = True
         with contextlib.suppress(FileNotFoundError):
-            self.node.directory.notify(self.rank)
+            self.node.directory.notify(self.rank, wakes=wakes)
 
 
 def make_segment(path: Any, spec: SegmentSpec) -> Segment:

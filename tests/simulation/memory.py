@@ -285,9 +285,9 @@ class FileOs:
         FILES.descriptors.pop(fd, None)
 
     @staticmethod
-    def utime(path: SimPath, *, ns: tuple[int, int] | None = None, follow_symlinks: bool = True) -> None:
+    def utime(path: SimPath | str, *, ns: tuple[int, int] | None = None, follow_symlinks: bool = True) -> None:
         del follow_symlinks
-        found = FILES.find(path)
+        found = FILES.find(path := SimPath(path))
         if ns is None:
             FILES.touch(path)
         else:
@@ -296,6 +296,10 @@ class FileOs:
     @staticmethod
     def lstat(path: str) -> Any:
         return SimPath(path).stat()
+
+    @staticmethod
+    def listdir(folder: SimPath) -> list[str]:
+        return [one.name for one in folder.iterdir()]
 
     @staticmethod
     def kill(pid: int, number: int) -> None:

@@ -9,8 +9,7 @@ _P, _C, _S, _L = "daemon/persister", "flashckpt/checkpoint", "flashckpt/shm", "f
 MORE = [
     # negotiation and commit
     Mutant("a proposal left behind by an early look counts", f"{_P}/agreement.py",
-           "return [proposal for proposal in foreign if not any({*proposal.ranks} < {*other.ranks} for other in foreign)]",
-           "return foreign"),
+           "for proposal, ranks in records if not is_replaced(ranks)]", "for proposal, ranks in records]"),
     Mutant("proposals in another generation count", f"{_P}/negotiation.py",
            "for one in received if one.proposes_in == generation]", "for one in received]"),
     Mutant("slots stay pinned while storage fails", f"{_P}/negotiation.py",

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,8 @@ def in_a_child(work: Callable[[], Any]) -> Any:
     if (pid := os.fork()) == 0:
         try:
             os.write(write, json.dumps(work()).encode())
+        except BaseException:  # noqa: BLE001 -- it is all that is seen of it
+            traceback.print_exc()
         finally:
             os._exit(0)
     os.close(write)
