@@ -12,7 +12,7 @@ import operator
 import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -158,6 +158,10 @@ _FORMS: tuple[Callable[[], torch.Tensor], ...] = (
 """Tensors that differ in one thing or two from a float32[3, 5]."""
 
 
+def _plain() -> torch.Tensor:
+    return torch.zeros(3, 5, device="cpu")
+
+
 def _tensor_path(memory: int, to_body: int) -> BodyPath:
     """Return the path to all that makes a tensor's form; ValueError where that is not all within reach, and at its place."""
     leaf, grid = torch.nn.Parameter(torch.zeros(2, device="cpu")), torch.zeros(2, 3, 5, 7, 11, device="cpu")
@@ -172,8 +176,10 @@ def _tensor_path(memory: int, to_body: int) -> BodyPath:
     if 8 * words.index(_BODY(grid.untyped_storage())) < start or len(sizes) != 1:
         raise ValueError("torch keeps the storage, or sizes, elsewhere")
     for make in _FORMS:
-        pairs = [(torch.zeros(3, 5, device="cpu"), make()) for _ in range(5)]  # in turns: neighbours are alike
-        here, there = ([os.pread(memory, _BODY_BYTES, _BODY(one)) for one in side] for side in zip(*pairs, strict=True))
+        # made in this order, what lies next to a body, and is no part of it, is not alike for all of a side
+        made = [(side, (make if side else _plain)()) for side in (0, 1, 1, 0, 1, 0, 0, 1, 1, 0)]
+        read = [(side, os.pread(memory, _BODY_BYTES, _BODY(one))) for side, one in made]
+        here, there = ([raw for side, raw in read if side == which] for which in (0, 1))
         columns = enumerate(zip(zip(*here, strict=True), zip(*there, strict=True), strict=True))
         own = [
             at for at, (a, b) in columns if len({*a}) == len({*b}) == 1 and a[0] != b[0]
@@ -200,24 +206,36 @@ def _storage_path(memory: int) -> BodyPath:
     return BodyPath(to_body, start, 8 * (1 + max(*addresses, *sizes)))
 
 
+def _are_not_known(objects: list[Any], first: int = 0) -> bool:  # noqa: ARG001 -- as `Bodies.are_behind`
+    return False
+
+
 class Forms:
     """Tells whether tensors and their storages are what they were when somebody had looked at each of them.
 
     Args:
         tensors: Whose forms; not held.
+
+    Attributes:
+        are_known: Whether some were learnt.
+        holds: Returns whether tensors, from number `first` on, have the form that was learnt; False where none was.
+        holds_storages: Returns whether storages, from number `first` on, have the memory that was learnt; as `holds`.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         can = is_native() and are_plain(tensors) and all(tensor.ndim <= _MOST_DIMS for tensor in tensors)
         self._paths = form_paths() if can else None
-        self._tensors: Bodies | None = None
-        self._storages: Bodies | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self.are_known = False
+        self.holds = self.holds_storages = _are_not_known
 
     def learn(
         self, tensors: list[torch.Tensor], storages: list[torch.UntypedStorage], look: Callable[[], bool]
     ) -> None:
         """Take note of how all is now, where `look` says that it is as it should be and nothing changed meanwhile."""
-        self._tensors = self._storages = None
+        self._forget()
         if self._paths is None:
             return
         now, memory = Bodies(tensors, self._paths.tensor), Bodies(storages, self._paths.storage)
@@ -225,17 +243,4 @@ class Forms:
         pointers = [list(raw[:, :8].copy().view("u8").ravel()) for raw in (now.raw, memory.raw)]
         is_right = found == [*pointers, pointers[1]] and look()
         if is_right and now.are_behind(tensors) and memory.are_behind(storages):
-            self._tensors, self._storages = now, memory
-
-    @property
-    def are_known(self) -> bool:
-        """Whether some were learnt."""
-        return self._tensors is not None
-
-    def holds(self, tensors: list[torch.Tensor], first: int) -> bool:
-        """Return whether these tensors, from number `first` on, have the form that was learnt; False where none was."""
-        return self._tensors is not None and self._tensors.are_behind(tensors, first)
-
-    def holds_storages(self, storages: list[torch.UntypedStorage], first: int = 0) -> bool:
-        """Return whether these storages, from number `first` on, have the memory that was learnt; as `holds`."""
-        return self._storages is not None and self._storages.are_behind(storages, first)
+            self.are_known, self.holds, self.holds_storages = True, now.are_behind, memory.are_behind
