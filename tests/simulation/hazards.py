@@ -207,6 +207,22 @@ def read_slowly(job: Job, target: int, value: float) -> None:
     CLOCK.scheduler.spawn(reader, read)
 
 
+def delay_writers(job: Job, target: int, value: float) -> None:
+    """Persisters of nodes other than the first stand still, one after the other, so that its commit waits for them."""
+
+    def pause(turn: int) -> None:
+        nodes = list({rank.node.index: rank.node for rank in job.ranks}.values())[1:]
+        if (
+            nodes
+            and CLOCK.scheduler.now < job.setup.faults_s
+            and (process := nodes[(target + turn) % len(nodes)].persister) is not None
+        ):
+            CLOCK.scheduler.pause(process, 16.0)
+
+    for turn in range(5):
+        job.later(turn * (20 + 10 * value), partial(pause, turn))
+
+
 def sweep_now(job: Job, target: int, value: float) -> None:
     """An operator sweeps and prunes the root, from a machine whose clock is days ahead: all that lies there seems old."""
     CLOCK.offset_s[SWEEPER] = 3 * 86400.0
@@ -234,4 +250,5 @@ HAZARDS: dict[str, Callable[[Job, int, float], None]] = {
     "keep oldest": keep_oldest,
     "slow reader": read_slowly,
     "operator sweeps": sweep_now,
+    "writers are late": delay_writers,
 }

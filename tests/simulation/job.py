@@ -115,6 +115,7 @@ class Job:
         self.on_claim: list[Callable[[SnapshotId], object]] = []  # what waits for the next claim of a deletion
         self.on_start: list[Callable[[list[Rank]], object]] = []  # and for the next start
         self.on_commit: list[Callable[[], None]] = []  # what waits for the next one
+        self.holders: dict[str, Process | None] = {}  # who took each lease on a commit
         self.met: set[str] = set()  # kinds of faults until now
         self.failed_s: float | None = None  # since when no rank trains
         self.calm_s = 0.0  # when the faults ended, and which step it was, and how many were taken

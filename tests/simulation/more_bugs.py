@@ -79,6 +79,14 @@ MORE = [
 ]  # fmt: skip
 """Replacements, as in `bugs`."""
 MORE_HUNTS = {
+    "left behind by an early look": Hunt(("kill persister", "restart node", "resize"), {"nodes": 3, "per_node": 2}),
+    "proposals in another": Hunt(("step back", "kill rank", "slow node"), {"nodes": 3, "per_node": 1}),
+    "trusted for ever": Hunt(("cut deaf", "cut between nodes", "cut one way"), {"nodes": 3, "per_node": 1}),
+    "never renewed": Hunt(("writers are late",), {"nodes": 3, "per_node": 1, "latency_s": 0.02, "discards": 0.0}),
+    "owned or read are retired": Hunt(("resize", "kill rank", "restart node"), {"nodes": 3, "per_node": 1}),
+    "nobody follows": Hunt(("slow node",), {"nodes": 3, "per_node": 1, "discards": 0.1}),
+    "messages of another": Hunt(("messages come twice", "kill rank", "cut deaf"), {"nodes": 3, "per_node": 1}),
+    "only the root knows": Hunt(("step back", "lose node", "hang agent", "restart all nodes"), {"nodes": 2}),
     "a job that ends": Hunt(("job ends",), {"nodes": 2, "per_node": 1}),
     "room is made of what is kept": Hunt(("storage fills",), {"keep_last": 3}),
     "room is made of what is being": Hunt(("storage fills", "slow node"), {"nodes": 3, "per_node": 1}),

@@ -228,7 +228,7 @@ class Rules(Lineages):
     def _manifest_changed(self, identity: SnapshotId, before: bytes | None, after: bytes | None) -> None:
         was = identity in self.committed
         if after is not None and after.startswith(TOMBSTONE):
-            self._given_up = max(self._given_up, identity)
+            self._given_up = max(self._given_up, watches.buried(self.job, identity, before))
         if after is not None and not after.startswith(TOMBSTONE):
             if before is not None and before != after and not self.job.is_operator:
                 raise Violation("one committed state per id", f"MANIFEST of {identity} was replaced")

@@ -57,6 +57,8 @@ SEEN = {
     "a job that ends does not wait for its last commit": "what a job ends with is on the root",
     "a claim has no parent": "a claim has its parent",
     "slots stay pinned while storage fails": "memory goes on without the root",
+    "a lease is never renewed": "who commits and lives is left to it",
+    "a reader that comes late keeps nothing": "what is read stays while it is read",
     "room is made of what is kept": "nothing that retention protects is deleted",
 }
 """Planted bugs, each of which another fault and another rule make visible, within a few seeds."""

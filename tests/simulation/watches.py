@@ -35,6 +35,8 @@ _EXCUSES = {
     "operator truncates", "MANIFEST is cut short", "operator copies", "operator sweeps",
 }  # fmt: skip
 """Faults by which an attempt may fail for another reason than the storage."""
+_LATE = {"slow node", "kill persister", "pause persister", "writers are late"}
+"""Faults of which a persist takes longer, and its committer hears nothing."""
 
 
 class Violation(BaseException):  # not an Exception: the product's loops must not swallow it
@@ -142,13 +144,39 @@ def lease_taken(job: Job, key: str) -> None:
     Where requests take a good part of the lease's time, or listings lag, its holder is not seen in time, and both commit:
     one MANIFEST wins.
     """
+    job.holders[key] = CLOCK.scheduler.process
     if job.rules.look_s() > LEASE_S / 2 or "listings lag" in job.met:
         return
     stem, _, number = key.rpartition(".")
-    silences = [CLOCK.scheduler.now - at_s for at_s in job.rules.renewed_s[f"{stem}.{int(number) - 1:06d}"]]
+    earlier = f"{stem}.{int(number) - 1:06d}"
+    silences = [CLOCK.scheduler.now - at_s for at_s in job.rules.renewed_s[earlier]]
     seen = [silent_s for silent_s in silences if silent_s > job.rules.look_s()] or silences  # a later one was not seen
     if seen and (silent_s := seen[-1]) < LEASE_S - job.rules.look_s():
         raise Violation("a commit is left to who has its lease", f"{key} after {silent_s:.1f} s")
+    _holder_lives(job, key, earlier)
+
+
+def buried(job: Job, identity: SnapshotId, before: bytes | None) -> SnapshotId:
+    """A tombstone is written: not over what all nodes are about to persist, whatever its folder looks like; return the snapshot."""
+    process, now, name = CLOCK.scheduler.process, CLOCK.scheduler.now, f"{identity.generation:06d}-{identity.step:09d}"
+    begun = job.bucket.objects.get(f"intents/{name}")
+    if begun is None or process is None or before is not None or "listings lag" in job.met:
+        return identity
+    is_decided = f"intents/{name}.abandoned" in job.bucket.objects or not job.rules.is_on_line(identity)
+    if not is_decided and now - begun[1] > 4 * job.rules.look_s():
+        raise Violation(
+            "what is being persisted is not swept", f"{identity} by {process.name}, {now - begun[1]:.1f} s open"
+        )
+    return identity
+
+
+def _holder_lives(job: Job, key: str, earlier: str) -> None:
+    """Where nothing is wrong but that other writers are late, a holder that lives is not taken for dead."""
+    holder, begun = job.holders.get(earlier), job.rules.renewed_s[earlier]
+    if holder is None or not begun or job.met - _LATE:
+        return
+    if holder.alive and holder is not CLOCK.scheduler.process and holder.paused_until < begun[0]:
+        raise Violation("who commits and lives is left to it", f"{key}, and {holder.name} lives")
 
 
 def _checked(pin_all: Callable[..., Any]) -> Callable[..., Any]:
