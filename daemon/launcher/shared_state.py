@@ -12,6 +12,7 @@ import logging
 import random
 import socket
 import time
+import weakref
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from typing import TypeVar
@@ -67,6 +68,8 @@ class SharedState(_BackendRendezvousStateHolder):
     ) -> None:
         super().__init__(backend=None, settings=settings)  # type: ignore[arg-type]  # sync, below, is all that uses it
         self._store, self._seal, self._node, self._seat = store, seal, node, seat
+        if seat is not None:
+            weakref.finalize(self, seat.close)
         self._key = f"flashckpt.rendezvous.{settings.run_id}"
         self._state, self._text = JobState(), _NOTHING
         self._changes, self._read_s = -1, 0.0
