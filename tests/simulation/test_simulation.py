@@ -64,6 +64,7 @@ SEEN = {
 """Planted bugs, each of which another fault and another rule make visible, within a few seeds."""
 
 
+@pytest.mark.timeout(400)  # a minute of computing, on busy cores several
 def test_planted_bugs_are_found_by_the_rule_that_is_for_them() -> None:
     command = [sys.executable, "-m", "simulation.mutants", "--seeds", "12", "--only", *SEEN]
     place = {**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{ROOT}"}
@@ -115,6 +116,7 @@ def _named() -> Any:
     return [simulate(one.seed, one.setup, one.faults).problem for one in SEEDS]
 
 
+@pytest.mark.timeout(400)  # a minute of computing, on busy cores several
 def test_what_seeds_once_broke_holds() -> None:
     assert set(in_a_child(_named)) == {""}
 
