@@ -14,6 +14,7 @@ import contextlib
 import os
 import sys
 import tempfile
+import time
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -144,10 +145,12 @@ PATHS: dict[str, Callable[[Path], Trace]] = {
 
 
 def await_persisters() -> None:
-    """Wait until the persisters have ended, which were left to this process: they write to their roots to the last."""
+    """Wait, a minute at most, until the persisters have ended that were left to this process: they write to their roots to the last."""
+    end = time.monotonic() + 60
     with contextlib.suppress(ChildProcessError):
-        while True:
-            os.wait()
+        while time.monotonic() < end:
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                time.sleep(0.01)
 
 
 def main() -> None:

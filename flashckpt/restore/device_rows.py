@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,14 +17,14 @@ import torch
 
 from flashckpt.accelerator import host_buffer, runtime, waited_event
 from flashckpt.core.shard import round_up
-from flashckpt.planning.pieces import WIDE_JOB_BYTES, Runs
+from flashckpt.planning.pieces import JOB_BYTES, WIDE_JOB_BYTES, Runs
 from flashckpt.restore.destinations import Bytes, Ints, copy_bytes, strided_blocks
 from flashckpt.shm.segment_file import address_of
 
 BLOCK_BYTES = WIDE_JOB_BYTES
-"""Of one block: what one thread fetches at a time."""
+"""Of one block: what one thread fetches at a time from memory; a job from storage needs JOB_BYTES, and is given no more."""
 BLOCKS = 12
-"""Blocks of one restore; more only where more threads fill one each at the same moment."""
+"""Blocks of each size; more only where more threads fill one each at the same moment."""
 _ALONE_BYTES = 1 << 20
 """On average, from which on runs of one block are copied one by one."""
 _ALIGN = 16
@@ -44,9 +44,10 @@ class DeviceRows:
     def __init__(self, rows: Mapping[int, torch.Tensor]) -> None:
         self.rows = rows
         self._api = cuda if cuda is not None else runtime()
-        self._free: list[torch.Tensor] = []
-        self._under_way: deque[tuple[Any, torch.Tensor]] = deque()
-        self._made = 0
+        # by their size
+        self._free: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+        self._under_way: defaultdict[int, deque[tuple[Any, torch.Tensor]]] = defaultdict(deque)
+        self._made: Counter[int] = Counter()
         self._lock = threading.Lock()
         self._streams: dict[torch.device, Any] = {}
         for device in {row.device for row in rows.values()}:
@@ -144,21 +145,23 @@ class DeviceRows:
         """Return a block of at least so many bytes that no copy reads any more."""
         if nbytes > BLOCK_BYTES:
             return torch.empty(nbytes, dtype=torch.uint8)  # of foreign layouts; freed once it was copied
+        size = min(JOB_BYTES, BLOCK_BYTES) if nbytes <= JOB_BYTES else BLOCK_BYTES
         with self._lock:
-            if self._free:
-                return self._free.pop()
-            used = self._under_way.popleft() if self._under_way and self._made >= BLOCKS else None
-            self._made += used is None
+            if self._free[size]:
+                return self._free[size].pop()
+            is_made = self._made[size] >= BLOCKS and self._under_way[size]
+            used = self._under_way[size].popleft() if is_made else None
+            self._made[size] += used is None
         if used is None:
-            return host_buffer(BLOCK_BYTES, device, api=self._api)
+            return host_buffer(size, device, api=self._api)
         event, block = used
         event.synchronize()
         return block
 
     def _give_back(self, staging: torch.Tensor) -> None:
-        if len(staging) == BLOCK_BYTES:
+        if len(staging) <= BLOCK_BYTES:
             with self._lock:
-                self._free.append(staging)
+                self._free[len(staging)].append(staging)
 
     @contextlib.contextmanager
     def _queueing(self, device: torch.device, staging: torch.Tensor) -> Iterator[None]:
@@ -168,9 +171,9 @@ class DeviceRows:
             yield
             event = waited_event(self._api)
             event.record(stream)
-        if len(staging) == BLOCK_BYTES:
+        if len(staging) <= BLOCK_BYTES:
             with self._lock:
-                self._under_way.append((event, staging))
+                self._under_way[len(staging)].append((event, staging))
         else:
             event.synchronize()
 

@@ -97,7 +97,7 @@ INLINE_BYTES = 4 << 20
 DIRECT_BYTES = 64 << 10
 """From this size on bytes in memory are hashed in their new place right behind the copy, one range at a time."""
 _FEEDERS = 8
-"""Most threads that fill blocks for a device: with more they wait for the GIL, and nothing crosses the bus sooner (H200)."""
+"""Most threads that fill blocks for a device from memory: with more they wait for the GIL, and nothing crosses the bus sooner (H200)."""
 
 _log = guarded(logging.getLogger(__name__))
 
@@ -223,7 +223,7 @@ def execute(
         jobs = join_jobs(jobs, {source for source in in_place if sources[source].tier == "memory"})
     counts.plan_s = time.perf_counter() - started
     waits = len(in_place) < len(distinct(plan.source))
-    most = 16 if destinations.writer is None else _FEEDERS
+    most = 16 if waits or destinations.writer is None else _FEEDERS
     counts.threads = 1 if plan.needed_bytes < INLINE_BYTES else threads or min(most, thread_count(waits=waits))
     before = [(s.meter.read_bytes, s.meter.requests, s.meter.read_s, s.meter.verify_s) for s in sources]
     crash_point("restore.before-read")

@@ -58,7 +58,9 @@ def test_blocks_are_used_again_only_once_their_bytes_have_arrived(late: LateCuda
         fill(rows, 0, wanted)
         rows.wait()
     assert np.array_equal(live.numpy(), wanted)
-    assert len(rows._under_way) + len(rows._free) == 3, "13 parts went through 3 blocks"
+    assert sum(map(len, rows._under_way.values())) + sum(map(len, rows._free.values())) == 3, (
+        "13 parts went through 3 blocks"
+    )
 
 
 def test_a_block_that_is_filled_too_early_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,6 +77,19 @@ def test_a_block_that_is_filled_too_early_would_show(monkeypatch: pytest.MonkeyP
         fill(rows, 0, wanted)
         rows.wait()
     assert not np.array_equal(live.numpy(), wanted)
+
+
+def test_a_job_from_storage_takes_no_block_of_a_job_from_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_rows, "cuda", FakeCuda())
+    monkeypatch.setattr(device_rows, "JOB_BYTES", 64)
+    monkeypatch.setattr(device_rows, "BLOCK_BYTES", 256)
+    live, wanted = torch.zeros(900, dtype=torch.uint8), noise(900)
+    rows = DeviceRows({0: live})
+    fill(rows, 0, wanted[:320], step=64)
+    assert [len(rows._take(nbytes, torch.device("cuda", 0))) for nbytes in (64, 65, 256, 257)] == [64, 256, 256, 257]
+    assert rows._under_way.keys() == {64}
+    fill(rows, 0, wanted, step=300)
+    assert np.array_equal(live.numpy(), wanted)
 
 
 def test_what_used_the_memory_before_comes_first(late: LateCuda) -> None:
@@ -149,7 +164,7 @@ def test_what_could_not_be_verified_does_not_reach_the_device(late: LateCuda) ->
             raise OSError
         rows.wait()
     assert not live.any()
-    assert len(rows._free) == 1, "its block is free again"
+    assert [len(free) for free in rows._free.values()] == [1], "its block is free again"
 
 
 def test_without_page_locked_memory_the_restore_takes_pageable(
