@@ -14,8 +14,8 @@ import contextlib
 import os
 import sys
 import tempfile
-import time
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
