@@ -171,7 +171,7 @@ test-poisoned: setup  ## states that became bad: how often a job goes back to a 
 test-native-sanitized: $(SANITIZED)  ## the native copy's tests with the address and undefined-behaviour sanitizers (a C compiler)
 	NATIVE_COPY_LIBRARY=$(SANITIZED) LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
 	    $(BIN)/python -m pytest tests/unit/native/test_native.py tests/unit/native/test_numbers.py tests/unit/native/test_native_memory.py tests/unit/native/test_native_engine.py tests/unit/native/test_native_guard.py tests/unit/native/test_shared_copy.py \
-	    tests/unit/snapshot/test_version_counters.py tests/unit/snapshot/test_bodies.py tests/unit/state/test_structure_guard.py
+	    tests/unit/snapshot/test_version_counters.py tests/unit/state/test_structure_guard.py
 
 # The level for 64-bit ARM, on other machines: Debian's gcc-aarch64-linux-gnu and qemu-user.
 test-native-arm: setup  ## the native copy's NEON level in an emulator (gcc-aarch64-linux-gnu, qemu-user)

@@ -286,37 +286,3 @@ def read_counters(objects: list[Any], path: CounterPath) -> npt.NDArray[np.uint3
         return None
     found = np.empty(len(objects), np.uint32)
     return found if _read_counters(objects, *path, found.ctypes.data) else None
-
-
-class BodyPath(NamedTuple):
-    """Where the form of what a Python object stands for lies: bytes `start` to `stop` behind the address in it.
-
-    Attributes:
-        to_body: Bytes from the object to that address.
-    """
-
-    to_body: int
-    start: int
-    stop: int
-
-
-class Bodies:
-    """What lay behind objects when this was made; they are asked for again, and not held.
-
-    Args:
-        objects: All of them.
-        path: Found to be right for objects of this kind: memory is read without being asked for.
-
-    Attributes:
-        raw: uint8[n, 8 + stop - start], the address first.
-        is_known: Whether every object had one.
-    """
-
-    def __init__(self, objects: list[Any], path: BodyPath) -> None:
-        self._path, self.raw = path, np.empty((len(objects), 8 + path.stop - path.start), np.uint8)
-        self._at, self._step = self.raw.ctypes.data, self.raw.shape[1]
-        self.is_known = hasattr(part, "bodies") and bool(part.bodies(objects, *path, self._at, 0))
-
-    def are_behind(self, objects: list[Any], first: int = 0) -> bool:
-        """Return whether the same bytes lie at the same addresses behind these objects, those from `first` on."""
-        return self.is_known and bool(part.bodies(objects, *self._path, self._at + first * self._step, 1))

@@ -130,9 +130,6 @@ static PyMethodDef methods[] = {
      "None where a dict is neither a dict nor of that kind, or a list is of a subclass."},
     {"read_counters", read_counters, METH_VARARGS,
      "read_counters(objects, to_body, to_counter, to_value, out) -> whether all have a counter; out: address of uint32[n]."},
-    {"bodies", bodies, METH_VARARGS,
-     "bodies(objects, to_body, start, stop, at, is_compared) -> whether bytes start to stop behind each object, and their "
-     "address, are those at `at`; or, not compared, whether they were written there."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -111,35 +111,3 @@ PyObject *read_counters(PyObject *self, PyObject *args) {
     }
     Py_RETURN_TRUE;
 }
-
-/* Record what lies behind each object, its address first; or, where `is_compared`, tell whether all is as it was recorded. */
-static int walk_bodies(PyObject *list, const Py_ssize_t to_body, const Py_ssize_t start, const size_t size, char *at,
-                       const int is_compared) {
-    const Py_ssize_t count = PyList_Size(list);
-    for (Py_ssize_t k = 0; k < count; k++, at += sizeof(char *) + size) {
-        if (k + 2 * AHEAD < count) fetch((const char *)PyList_GetItem(list, k + 2 * AHEAD) + to_body);
-        if (k + AHEAD < count) {
-            const char *next = pointer_at((const char *)PyList_GetItem(list, k + AHEAD) + to_body);
-            for (size_t line = 0; line <= size; line += 64) fetch(next + start + line);
-        }
-        const char *body = pointer_at((const char *)PyList_GetItem(list, k) + to_body);
-        if (body == NULL) return 0;
-        if (is_compared) {
-            if (memcmp(at, &body, sizeof body) != 0 || memcmp(at + sizeof body, body + start, size) != 0) return 0;
-        } else {
-            memcpy(at, &body, sizeof body);
-            memcpy(at + sizeof body, body + start, size);
-        }
-    }
-    return 1;
-}
-
-PyObject *bodies(PyObject *self, PyObject *args) {
-    (void)self;
-    PyObject *list;
-    unsigned long long at;
-    Py_ssize_t to_body, start, stop;
-    int is_compared;
-    if (!PyArg_ParseTuple(args, "O!nnnKp", &PyList_Type, &list, &to_body, &start, &stop, &at, &is_compared)) return NULL;
-    return PyBool_FromLong(walk_bodies(list, to_body, start, (size_t)(stop - start), (char *)(uintptr_t)at, is_compared));
-}

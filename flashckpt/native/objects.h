@@ -7,6 +7,5 @@
 
 PyObject *same_members(PyObject *self, PyObject *args);
 PyObject *read_counters(PyObject *self, PyObject *args);
-PyObject *bodies(PyObject *self, PyObject *args);
 
 #endif

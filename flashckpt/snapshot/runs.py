@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +22,6 @@ from flashckpt.environment import env
 from flashckpt.native import SharedCopy, copy_and_digest, is_native
 from flashckpt.native.copying import choose_level
 from flashckpt.native.descriptors import Figures, kind_of
-from flashckpt.snapshot.bodies import Forms
 from flashckpt.snapshot.copy import Buffer, Item, StalePlanError, stale_plan
 from flashckpt.snapshot.following import Following
 
@@ -194,7 +192,6 @@ class HostRuns:
         self._kinds = np.array([kind_of(dtype) for dtype in self._dtypes], np.uint8)[self._item]
         self._checked_addresses = np.zeros(0, np.int64)
         self._checked_slots: set[int] = set()
-        self._last = HeldMemory(self._checked_addresses, self._checked_addresses, [])
 
     def __len__(self) -> int:
         return len(self._items)
@@ -209,8 +206,7 @@ class HostRuns:
         if not self._items:
             return
         for part in self._parts:
-            tensors = self._locals[part]
-            if not self._forms.holds(tensors, part.start) and list(map(_NBYTES, tensors)) != self._sizes[part]:
+            if list(map(_NBYTES, self._locals[part])) != self._sizes[part]:
                 self._refuse(part)
         held = self.hold()
         rows, check = self._rows(held, buffer), self._is_new(held, buffer)
@@ -281,21 +277,12 @@ class HostRuns:
             StalePlanError: One is not.
         """
         for part in self._parts:
-            if not self._forms.holds(self._locals[part], part.start) and not self._are_planned(part):
+            tensors = self._locals[part]
+            if list(map(_DTYPE, tensors)) != self._dtypes[part] or list(map(_SHAPE, tensors)) != self._shapes[part]:
                 self._refuse(part)
-
-    def _are_planned(self, part: slice) -> bool:
-        tensors = self._locals[part]
-        return list(map(_DTYPE, tensors)) == self._dtypes[part] and list(map(_SHAPE, tensors)) == self._shapes[part]
-
-    @cached_property
-    def _forms(self) -> Forms:
-        return Forms(self._locals)
 
     def addresses_now(self) -> Ints | None:
         """Return where each tensor is, for a read by the thread that trains, at once; None where one has another form or no memory."""
-        if (again := self._held_again()) is not None:
-            return again.addresses
         tensors = self._locals
         if list(map(_NBYTES, tensors)) != self._sizes or not all(map(torch.Tensor.is_contiguous, tensors)):
             return None
@@ -310,8 +297,6 @@ class HostRuns:
         Raises:
             StalePlanError: A tensor is not contiguous any more, has no memory, reaches beyond its storage, or moves right now.
         """
-        if (again := self._held_again()) is not None:
-            return again
         addresses, bases, rooms = np.zeros((3, len(self._items)), np.int64)
         storages: list[torch.UntypedStorage] = []
         for part in self._parts:
@@ -325,36 +310,11 @@ class HostRuns:
         held = HeldMemory(addresses, bases, storages)
         outside = (addresses == 0) | (addresses < bases) | (addresses + self._room > bases + rooms)
         self._refuse_first(outside & (self._room > 0), held)
-        if np.array_equal(addresses, self._last.addresses):  # not of tensors that are elsewhere each time
-            self._forms.learn(self._locals, storages, lambda: self._is_right(held))
-        self._last = held._replace(storages=[])
         return held
-
-    def _held_again(self) -> HeldMemory | None:
-        """Return what `hold` returned last, with the storages of now, where nothing has changed; None where it may have."""
-        storages: list[torch.UntypedStorage] = []
-        for part in self._parts if self._forms.are_known else ():
-            own = list(map(_STORAGE, self._locals[part]))
-            if not (self._forms.holds(self._locals[part], part.start) and self._forms.holds_storages(own, part.start)):
-                return None
-            storages += own
-        return self._last._replace(storages=storages) if self._forms.are_known else None
-
-    def _is_right(self, held: HeldMemory) -> bool:
-        """Whether everything is as planned, and where `held` says."""
-        tensors = self._locals
-        return (
-            all(map(torch.Tensor.is_contiguous, tensors))
-            and all(map(self._are_planned, self._parts))
-            and list(map(_ADDRESS, tensors)) == held.addresses.tolist()
-            and list(map(_BASE, held.storages)) == held.bases.tolist()
-        )
 
     def refuse_lost(self, held: HeldMemory) -> None:
         """Refuse what was copied of a storage that got other memory meanwhile: its bytes were anybody's."""
         for part in self._parts:
-            if held.addresses is self._last.addresses and self._forms.holds_storages(held.storages[part], part.start):
-                continue
             self._refuse_first(held.bases[part] != list(map(_BASE, held.storages[part])), held, part.start)
 
     def _refuse_first(self, wrong: npt.NDArray[np.bool_], held: HeldMemory, first: int = 0) -> None:

@@ -21,7 +21,6 @@ from flashckpt.faults import crash_point
 from flashckpt.native.descriptors import FIGURES, figures_of_rows
 from flashckpt.report import guarded
 from flashckpt.shm.segment import SlotWriter
-from flashckpt.snapshot.bodies import counter_path, form_paths
 from flashckpt.snapshot.copy import (
     Buffer,
     SlotOverflowError,
@@ -41,7 +40,7 @@ from flashckpt.snapshot.runs import (
     digest_threads,
     places_of,
 )
-from flashckpt.snapshot.witness import Counts, NumbersWatch, Witness
+from flashckpt.snapshot.witness import Counts, NumbersWatch, Witness, counter_path
 from flashckpt.state.structure import Captured, ValuesRead
 
 _log = guarded(logging.getLogger("flashckpt"))
@@ -287,7 +286,6 @@ class Stager:
     # -- copy thread -------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        form_paths()  # before there is something to copy
         while (snapshot := self._queue.get()) is not None:
             started = time.thread_time()
             try:

@@ -107,7 +107,7 @@ def test_the_page_on_transcripts_names_every_action() -> None:
     "module", [negotiation, messaging, persist, agreement, protocol], ids=lambda module: module.__name__
 )
 def test_the_machine_has_no_clock_no_store_and_no_thread(module: object) -> None:
-    pure = {"__future__", "collections.abc", "dataclasses", "enum", "itertools", "typing"}
+    pure = {"__future__", "collections", "collections.abc", "dataclasses", "enum", "itertools", "typing"}
     ours = ("flashckpt.core.", "flashckpt.daemon.persister")
     tree = ast.parse(Path(str(vars(module)["__file__"])).read_text())
     for node in ast.walk(tree):

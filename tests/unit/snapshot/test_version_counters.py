@@ -15,9 +15,8 @@ from torch import nn
 
 from flashckpt.native import LEVEL_VARIABLE, is_native
 from flashckpt.native.copying import read_counters
-from flashckpt.snapshot import bodies, witness
-from flashckpt.snapshot.bodies import counter_path
-from flashckpt.snapshot.witness import VersionCounters
+from flashckpt.snapshot import witness
+from flashckpt.snapshot.witness import VersionCounters, counter_path
 
 needs_c = pytest.mark.skipif(not is_native(), reason="the C part was not built")
 
@@ -149,10 +148,10 @@ def test_nothing_is_read_where_memory_cannot_be_looked_at(monkeypatch: pytest.Mo
 
 
 def test_a_torch_that_keeps_no_counter_within_reach_is_left_to_the_attribute(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "VERSION", lambda _: 0xDEADBEEF)
+    monkeypatch.setattr(witness, "_VERSION", lambda _: 0xDEADBEEF)
     assert counter_path.__wrapped__() is None
 
 
 def test_a_torch_whose_objects_have_another_form_is_left_to_the_attribute(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "_BODY", lambda tensor: id(tensor) ^ 8)
+    monkeypatch.setattr(witness, "_BODY", lambda tensor: id(tensor) ^ 8)
     assert counter_path.__wrapped__() is None
