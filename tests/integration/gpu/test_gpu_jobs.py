@@ -92,7 +92,7 @@ def test_a_rank_killed_in_a_step_a_copy_or_a_restore_goes_on_to_the_same_trace(
     folder = tmp_path / death
     code, output = run(folder, device_type, backend, world, "--die", death, "--rank", world - 1)
     assert code == 0, output
-    assert output.count("signal 9 (SIGKILL") == (2 if death == "restore" else 1), output
+    assert output.count(" failed first") == (2 if death == "restore" else 1), output
     assert first_steps_trained(folder) == [1, goes_on]
     check_trace(folder, whole, world)
 
