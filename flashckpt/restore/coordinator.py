@@ -143,7 +143,8 @@ class RestoreCoordinator:
                 if not self._is_explicit:
                     _refuse_emptied_root(self.request, inventories, root)
             search = self._search(inventories, root, own)
-            is_good = search.restored is not None and not search.restored.is_suspect
+            one = search.restored
+            is_good = one is not None and not one.is_suspect and not search.found.is_behind(one)
             if is_good or search.root is None or not self._again(search.root):
                 return search
 
