@@ -11,6 +11,7 @@ import pytest
 
 from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
+from flashckpt.errors import DamagedError
 from flashckpt.planning.inventory import HeldSlot, Inventory, Member
 from flashckpt.planning.selection import Candidate, RestoreRequest, RootSummary, select
 from flashckpt.report import RestoreReport
@@ -37,6 +38,8 @@ LOST = [node(0, (40, 60)), node(2, (40, 60), replica_of=1)]
 """Rank 1 is lost with its node, behind the commit of step 60: its replica is of step 40."""
 ALL = [node(0, (40, 60)), node(1, (40,)), node(2, (40, 60), replica_of=1)]
 """All are here, and rank 1 has not finished step 60."""
+DAMAGED = [node(rank, (40, 50)) for rank in range(3)]
+"""All have steps 40 and 50, and the latter is damaged."""
 
 
 @pytest.mark.parametrize(
@@ -74,6 +77,8 @@ class Restore(RestoreCoordinator):
     def _try(self, candidate: Candidate, *_: Any) -> RestoreReport | Rejected:
         generation, step = candidate.identity
         self.options["tried"].append((step, candidate.on_root))
+        if step in self.options["damaged"] and not candidate.on_root:
+            return Rejected("damaged", "damaged", DamagedError("a snapshot is damaged"))
         return RestoreReport(step=step, generation=generation, life=0)
 
 
@@ -96,13 +101,15 @@ class Waits(Patience):
         (LOST, [FAILED, COMMITTED], [(40, False), (60, True)]),
         (LOST, [FAILED, FAILED, FAILED], [(40, False)] * 3),
         (LOST, [RootSummary(error="no credentials")], [(40, False)]),
+        (DAMAGED, [FAILED, COMMITTED], [(50, False), (40, False), (50, False), (60, True)]),
+        (DAMAGED, [RootSummary()], [(50, False), (40, False)]),
     ],
-    ids=["silent", "newer", "nothing-newer", "a-moment-later", "not-for-ever", "refused"],
+    ids=["silent", "newer", "nothing-newer", "a-moment-later", "not-for-ever", "refused", "damaged", "damaged-alone"],
 )
 def test_the_root_is_asked_before_older_memory_is_taken(
     inventories: list[Inventory], answers: list[RootSummary], tried: list[tuple[int, bool]], tmp_path: Path
 ) -> None:
-    options: dict[str, Any] = {"answers": [*answers], "tried": []}
+    options: dict[str, Any] = {"answers": [*answers], "tried": [], "damaged": {50}}
     tracked: Any = None
     restore = Restore(
         tracked=tracked, directory=None, options=options, request=RestoreRequest(root=str(tmp_path)), patience=Waits()
