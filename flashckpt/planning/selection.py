@@ -258,19 +258,22 @@ def select(
     seen = marks_of(by_node.values()).items()
     lost = frozenset((number, mark) for number, found_ in seen for mark in found_ - {marks[number]})
     line = line_behind(by_node.values(), highest, marks)
-    reached = _reached(by_node.values(), lineage, {record.identity for record in records})
+    reached = _reached(by_node.values(), lineage, holders)
     return Candidates(found=found, next_generation=highest + 1, lineage=lineage, lost=lost, line=line, reached=reached)
 
 
-def _reached(nodes: Collection[Inventory], lineage: Sequence[Generation], held: set[SnapshotId]) -> SnapshotId:
+def _reached(
+    nodes: Collection[Inventory], lineage: Sequence[Generation], holders: Mapping[SnapshotId, set[Holder]]
+) -> SnapshotId:
     """Return the newest state that may be on the root: what the last generation began with, what persisters know of.
 
-    Where a rank of it is lost, too, all that others hold: it may have been committed, and replicas may be older.
+    Where a rank of it is lost, too, what all others hold: it may have been committed, and replicas may be older.
     """
     known = {i.committed for i in nodes if i.committed is not None}
     number, size = max([(one.number, one.world_size) for i in nodes if (one := i.generation)], default=(0, 0))
     there = {one.rank for i in nodes for one in i.members if one.generation == number}
-    known |= held if len(there) < size else set()
+    if len(there) < size:
+        known |= {i for i, held in holders.items() if i.generation == number and there <= {one.rank for one in held}}
     began = (lineage[-1].parent if lineage else None) or BEGINNING
     return max([began, *[i for i in known if not is_rolled_back(i, lineage)]])
 

@@ -49,6 +49,7 @@ DAMAGED = [node(rank, (40, 50)) for rank in range(3)]
         pytest.param(ALL, False, id="nobody-is-lost"),
         pytest.param([*ALL[:2], replace(ALL[2], committed=SnapshotId(1, 60))], True, id="a-persister-knows-more"),
         pytest.param([*ALL[:2], replace(ALL[2], committed=SnapshotId(1, 40))], False, id="a-persister-knows-as-much"),
+        pytest.param([LOST[0], node(2, (40,), replica_of=1)], False, id="what-another-never-finished-was-nowhere"),
         pytest.param([node(0, (40,)), node(2, (40,), replica_of=1)], False, id="replicas-are-as-new-as-all-there-is"),
     ],
 )
