@@ -177,7 +177,7 @@ def is_restart(inventories: Sequence[Inventory]) -> bool:
 
 
 def memory_is_current(inventories: Sequence[Inventory]) -> bool:
-    """Tell whether a node took part in the generation before: then storage holds nothing newer than memory.
+    """Tell whether a node took part in the generation before: then storage holds nothing newer than all memory of it did.
 
     Not where nodes hold two generations of one number: which of them counts, a claim on the root tells; nor where a start
     may have left its claim there.

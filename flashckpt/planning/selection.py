@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from flashckpt.core.lineage import (
+    BEGINNING,
     Generation,
     SlotRecord,
     by_preference,
@@ -161,6 +162,7 @@ class Candidates:
         lineage: Every generation known, for `is_rolled_back`.
         lost: Number and mark of generations in memory whose number belongs to another one: nothing of theirs counts.
         line: Of the generation that begins, where it is not claimed now.
+        reached: The newest state that may be on the root, though memory has lost it or never had it.
     """
 
     found: tuple[Candidate, ...]
@@ -168,11 +170,11 @@ class Candidates:
     lineage: tuple[Generation, ...]
     lost: frozenset[tuple[int, int]] = frozenset()
     line: tuple[int, ...] = ()
+    reached: SnapshotId = BEGINNING
 
     def is_behind(self, candidate: Candidate) -> bool:
-        """Tell whether a candidate is older than what the newest generation began with: memory has lost that, or never had it."""
-        began = self.lineage[-1].parent if self.lineage else None
-        return began is not None and candidate.identity < began
+        """Tell whether the root may hold something newer than a candidate."""
+        return candidate.identity < self.reached
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,7 +258,24 @@ def select(
     seen = marks_of(by_node.values()).items()
     lost = frozenset((number, mark) for number, found_ in seen for mark in found_ - {marks[number]})
     line = line_behind(by_node.values(), highest, marks)
-    return Candidates(found=found, next_generation=highest + 1, lineage=lineage, lost=lost, line=line)
+    reached = _reached(by_node.values(), lineage, holders)
+    return Candidates(found=found, next_generation=highest + 1, lineage=lineage, lost=lost, line=line, reached=reached)
+
+
+def _reached(
+    nodes: Collection[Inventory], lineage: Sequence[Generation], holders: Mapping[SnapshotId, set[Holder]]
+) -> SnapshotId:
+    """Return the newest state that may be on the root: what the last generation began with, what persisters know of.
+
+    Where a rank of it is lost, too, what all others hold: it may have been committed, and replicas may be older.
+    """
+    known = {i.committed for i in nodes if i.committed is not None}
+    number, size = max([(one.number, one.world_size) for i in nodes if (one := i.generation)], default=(0, 0))
+    there = {one.rank for i in nodes for one in i.members if one.generation == number}
+    if len(there) < size:
+        known |= {i for i, held in holders.items() if i.generation == number and there <= {one.rank for one in held}}
+    began = (lineage[-1].parent if lineage else None) or BEGINNING
+    return max([began, *[i for i in known if not is_rolled_back(i, lineage)]])
 
 
 def _further_back(

@@ -73,7 +73,7 @@ class _Search(NamedTuple):
         root: What the root knows; None where it was not asked.
         restored: The candidate that every rank filled, or None.
         report: What this rank did for it.
-        error: Why the first one worth naming was rejected; raised where none could be filled.
+        error: Why the first one worth naming was rejected, or None; raised where none could be filled.
     """
 
     found: Candidates
@@ -143,7 +143,8 @@ class RestoreCoordinator:
                 if not self._is_explicit:
                     _refuse_emptied_root(self.request, inventories, root)
             search = self._search(inventories, root, own)
-            is_good = search.restored is not None and not search.restored.is_suspect
+            one, is_newest = search.restored, search.error is None
+            is_good = is_newest and one is not None and not one.is_suspect and not search.found.is_behind(one)
             if is_good or search.root is None or not self._again(search.root):
                 return search
 
@@ -205,7 +206,7 @@ class RestoreCoordinator:
             if not isinstance(answer, Rejected):
                 _say(rejected)
                 sentences = (*(one.everywhere for one in rejected), *_left_aside(candidate, left))
-                return _Search(found, root, candidate, replace(answer, passed_over=sentences))
+                return _Search(found, root, candidate, replace(answer, passed_over=sentences), error)
             if candidate.on_root and self.patience.again(may_pass=may_pass(answer.error), why=answer.here):
                 tried.discard((candidate.identity, True))  # an older one would lose steps for a moment's failure
                 continue

@@ -94,7 +94,7 @@ MUTANTS = [
            "        directory.write_generation(record)\n    for path", "        pass\n    for path"),
     # agents and data
     Mutant("memory that is behind its generation is believed", f"{_L}/selection.py",
-           "return began is not None and candidate.identity < began", "return False"),
+           "return candidate.identity < self.reached", "return False"),
     Mutant("a round that was missed is not noticed", "daemon/launcher/rounds.py",
            "self._number >= 0 and number != self._number + 1, number", "False, number"),
     Mutant("new nodes are preferred to those that trained", "daemon/launcher/unit_rounds.py",

@@ -191,6 +191,12 @@ SEEDS = [
     Seed("a moment's failure costs no steps", 150,
          Setup(nodes=1, per_node=2, slots=2, step_s=1.0, persist_every=2, copy_s=0.8, latency_s=0.15, votes=True, faults_s=150.0),
          [Fault(43.7, "restart node", 0, 0.9), Fault(120.0, "storage is gone", 491, 0.2), Fault(122.0, "restart node", 1, 0.98)]),
+    # a node was lost behind a commit that its replicas had not come to: older memory was taken, and the root not asked
+    Seed("a restore takes the newest", 399833128,
+         Setup(nodes=3, replicate=1, step_s=1.0, persist_every=2, copy_s=0.8, keep_last=1, keep_every=20, latency_s=0.005, votes=True),
+         [Fault(51.864650063010366, "cut one way", 253, 0.8405737863515907),
+          Fault(57.00026521733651, "lose node for good", 447, 0.1479914988849046),
+          Fault(91.95946830921793, "node is not replaced", 532, 0.06336097597693335)]),
     # a rank discarded a persist step: its next snapshot, which nobody else had marked, was persisted by no other node
     Seed("a discarded step costs one interval", 1,
          Setup(nodes=2, spares=0, step_s=3.0, persist_every=5, copy_s=0.1, discards=0.1, latency_s=0.02, faults_s=100.0), []),
