@@ -108,7 +108,7 @@ class Drawing:
             self._checked = self._checked or 0
             return False
         ids = rows(self._checked, handed_out).tolist()  # the first row of an id that comes again in the next epoch
-        number = dict(zip(reversed(ids), reversed(range(self._checked, handed_out)), strict=True))
+        number: dict[int, int] = dict(zip(reversed(ids), reversed(range(self._checked, handed_out)), strict=True))
         try:
             found = {number[one] for batch in got for one in batch}
         except (KeyError, TypeError):

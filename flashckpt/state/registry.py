@@ -306,7 +306,7 @@ class StateRegistry:
 
         `load_state_dict` of an optimizer replaces its state as a whole: the tensors planned before stay as they were.
         """
-        found = [self.world]
+        found: list[Any] = [self.world]
         for optimizer in self.all_optimizers():
             groups = optimizer.param_groups
             found += [optimizer.state, groups, *map(_PARAMS, groups)]
