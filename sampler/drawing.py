@@ -21,8 +21,11 @@ from torch.utils.data import BatchSampler, dataloader
 
 _log = logging.getLogger("flashckpt")
 _ITERATOR: Any = getattr(dataloader, "_BaseDataLoaderIter", None)
-_NAMES, _NAMES_OF_WORKERS = ("_index_sampler", "_next_data", "_num_workers"), ("_task_info", "_prefetch_factor")
+_NAMES = "_index_sampler", "_next_data", "_next_index", "_num_workers"
+_NAMES_OF_WORKERS = "_task_info", "_prefetch_factor"
 _LOADERS = ("torch.utils.data.dataloader", "torchdata.stateful_dataloader.stateful_dataloader")
+_MOST_GIVEN = 1 << 12
+"""Batches of which the ids are kept until a step is committed: an evaluation commits none."""
 _DEPTH = 24
 """Most frames between a sampler and the loader that draws from it."""
 
@@ -44,6 +47,8 @@ class Drawing:
     def __init__(self, sampler: object, ended: Callable[[], None]) -> None:
         self.thread, self.batch, self._drops = threading.get_ident(), 0, False
         self._cuts: deque[int] | None = None
+        self._given: deque[Any] | None = None
+        self._checked: int | None = None
         self._tasks: Sized = ()
         self._most = 0
         loader = _loader_above()
@@ -59,6 +64,9 @@ class Drawing:
             self.batch = 1  # batch_size=None
         elif isinstance(batches, BatchSampler) and batches.sampler is sampler:
             self.batch, self._drops = batches.batch_size, batches.drop_last
+        else:
+            self._given = deque(maxlen=_MOST_GIVEN)
+            loader._next_index = self._noting(type(loader)._next_index)  # noqa: SLF001 -- as above
         self._tasks = getattr(loader, "_task_info", ())
         self._most = getattr(loader, "_prefetch_factor", 1) * getattr(loader, "_num_workers", 1)
         self._loader = weakref.ref(loader, self._left)
@@ -74,6 +82,40 @@ class Drawing:
                 raise
 
         return _next_data
+
+    def _noting(self, inner: Callable[[Any], Any]) -> Callable[[], Any]:
+        def _next_index() -> Any:
+            batch = inner(self._loader())
+            if self._given is not None:
+                self._given.append(batch)
+            return batch
+
+        return _next_index
+
+    def is_mixed(self, rows: Callable[[int, int], Any], handed_out: int) -> bool:
+        """Return whether a batch sampler of the program's own has given out other rows than the next ones, since the last call.
+
+        Which rows are in the first batch is not known, so the first call says nothing; nor is it of ids that it changes.
+
+        Args:
+            rows: Ids of the rows from one number to another.
+            handed_out: Rows of which it knows.
+        """
+        if self._given is None:
+            return False
+        got = [self._given.popleft() for _ in range(len(self._given) - len(self._tasks))]
+        if self._checked is None or not got:
+            self._checked = self._checked or 0
+            return False
+        ids = rows(self._checked, handed_out).tolist()  # the first row of an id that comes again in the next epoch
+        number: dict[int, int] = dict(zip(reversed(ids), reversed(range(self._checked, handed_out)), strict=True))
+        try:
+            found = {number[one] for batch in got for one in batch}
+        except (KeyError, TypeError):
+            self._given = None
+            return False
+        self._checked = max(found) + 1
+        return self._checked - min(found) != len(found)
 
     def _left(self, _: object) -> None:
         self._tasks = range(len(self._tasks))  # the number alone: batches that nobody will take are let go
@@ -91,7 +133,7 @@ class Drawing:
     def cut(self, rows: int) -> None:
         """Note that a batch ends after so many rows of the iteration."""
         if self._cuts is None:
-            self._cuts, self.batch = deque(maxlen=self._most + 2), rows
+            self._cuts, self.batch, self._given = deque(maxlen=self._most + 2), rows, None
         self._cuts.append(rows)
 
     def taken(self, rows: int) -> int:

@@ -51,6 +51,17 @@ def too_many(samples: int, taken: int, what: str) -> SamplerStateError:
     )
 
 
+def mixed() -> SamplerStateError:
+    """A batch sampler that gives samples out in another order than that in which it takes them."""
+    return SamplerStateError(
+        "the loader's batch sampler gives out other samples than the next ones of the sampler",
+        found="a step of samples that do not follow each other in the sampler's order: pools, buckets by length, filters",
+        expected="each step has the next samples, in any order within it",
+        state="The sampler keeps its position. A restart would lose some of these samples and train others twice.",
+        remedy="let it mix or sort the samples of one global batch alone, or bring the data set into that order beforehand",
+    )
+
+
 def too_few(taken: int, samples: int, *, lead: int) -> SamplerStateError:
     """Commits of less than the loop takes, one after another."""
     return SamplerStateError(

@@ -220,13 +220,15 @@ class Iterations:
             sampler: The sampler.
 
         Raises:
-            SamplerStateError: It commits more, or less in one step after another.
+            SamplerStateError: It commits more, or less in one step after another, or others than the next ones.
         """
         drawn, running, skips = self._drawn(), self.running, sampler.cursor.skips
         seen = [walk for walk, _ in drawn] or ([running] if running else [])
         if seen and target > (reached := max(walk.taken_to for walk in seen)):
             taken = skips.count(sampler.position, max(sampler.position, reached))
             raise errors.too_many(count, taken, f"taken since the last step, up to position {reached}")
+        if running and running.drawing and running.drawing.is_mixed(running.ids, running.handed_out):
+            raise errors.mixed()
         if len(drawn) != 1:
             return  # none, or several: which of them was for this step is not known
         walk, pace = drawn[0]

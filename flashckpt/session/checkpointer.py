@@ -332,7 +332,7 @@ class Checkpointer:
         if accelerator.is_capturing():
             # a replay calls no hook: from now on what follows step() waits for its copies, on the device
             self._is_captured = True
-        elif self._session is not None:
+        elif self._session is not None and not self._session.is_forked:
             self._session.before_optimizer_step()
 
     @property
@@ -417,7 +417,7 @@ class Checkpointer:
             hook.remove()
         self._hooks.clear()
         session, self._session = self._session, None
-        if session is None:
+        if session is None or session.is_forked:
             return
         clean = sys.exc_info()[0] is None and not session.should_stop
         if clean and not session.has_stepped and session.outcome.report is None and self._tracked.world.rank == 0:
@@ -454,6 +454,13 @@ class Checkpointer:
                 "restore() was not called",
                 expected="track(), then restore(), then step() after every optimizer step",
                 remedy="call ckpt.restore() once before the loop; on a fresh start it returns None",
+            )
+        if self._session.is_forked:
+            raise ConfigError(
+                "this Checkpointer is that of the process from which this one was forked",
+                found="a call in a child that has none of its threads, and would write into its snapshots",
+                expected="calls in the process that called restore()",
+                remedy="leave ckpt alone in forked processes",
             )
         return self._session
 

@@ -484,9 +484,14 @@ class Session:
         self._lease.close()
 
     def _at_exit(self) -> None:
-        """End the threads before the interpreter takes their memory away; a forked child has none of them."""
-        if os.getpid() == self._pid:
+        """End the threads before the interpreter takes their memory away."""
+        if not self.is_forked:
             self.close()
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process was forked from the one of the session: threads, memory and job are not its own."""
+        return os.getpid() != self._pid
 
     def end(self) -> None:
         """Tell the daemon that the job ended cleanly (first rank of the node; dlrun does it where it runs)."""

@@ -166,8 +166,7 @@ def watched(walked: Iterable[nn.Module]) -> Iterator[dict[str, object]]:
     for module in walked:
         yield module._parameters  # type: ignore[misc]  # noqa: SLF001 -- held, to see changes without walking the modules
         yield module._buffers  # type: ignore[misc]  # noqa: SLF001 -- as above
-        if module._modules:  # noqa: SLF001 -- as above
-            yield module._modules  # type: ignore[misc]  # noqa: SLF001 -- as above
+        yield module._modules  # type: ignore[misc]  # noqa: SLF001 -- as above; a layer may get its first one while it trains
 
 
 def storage_key(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -33,6 +33,7 @@ from flashckpt.state.value_reader import ValueReader
 
 _MOST_READINGS = 3
 _SHAPE = operator.itemgetter(1)  # of a FORM
+_PARAMS = operator.itemgetter("params")
 _NOTHING = StructureGuard([], [])
 
 
@@ -49,7 +50,7 @@ class Foreseen(NamedTuple):
     layout: StateLayout
     state: DeferredState
     guard: StructureGuard
-    built_of: list[tuple[Any, Any]]
+    built_of: list[Any]
 
 
 class StateRegistry:
@@ -87,7 +88,7 @@ class StateRegistry:
         self.ahead = DeferredState()
         self.aliases: dict[str, str] = {}
         self._guard = self._appeared = _NOTHING
-        self._built_of: list[tuple[Any, Any]] = []
+        self._built_of: list[Any] = []
         self._layout: StateLayout | None = None
         self._foreseen: Foreseen | None = None
         self._found = ModuleTensors()
@@ -181,7 +182,8 @@ class StateRegistry:
 
     def holds(self) -> bool:
         """Return whether the structure built last is still that of the live objects (cheap)."""
-        return not self.ahead.parts and self._appeared.holds() and self._rest_holds()
+        is_whole = not self.ahead.parts and self._are_owners(self._built_of)
+        return is_whole and self._appeared.holds() and self._rest_holds()
 
     def _rest_holds(self) -> bool:
         if self._guard.holds():
@@ -299,14 +301,21 @@ class StateRegistry:
         self._look_at_modules()
         return self._build(captured, ahead=ahead)
 
-    def _owners(self) -> list[tuple[Any, Any]]:
-        """Return the objects that a structure is of and that a guard over their members does not see replaced."""
-        return [(self.world, None), *[(o.state, o.param_groups) for o in self.all_optimizers()]]
+    def _owners(self) -> list[Any]:
+        """Return the objects that a structure is of and that a guard over their members does not see replaced.
 
-    def _are_owners(self, known: list[tuple[Any, Any]]) -> bool:
+        `load_state_dict` of an optimizer replaces its state as a whole: the tensors planned before stay as they were.
+        """
+        found: list[Any] = [self.world]
+        for optimizer in self.all_optimizers():
+            groups = optimizer.param_groups
+            found += [optimizer.state, groups, *map(_PARAMS, groups)]
+        return found
+
+    def _are_owners(self, known: list[Any]) -> bool:
         """Return whether `_owners` are still the same objects."""
-        owners, before = list(chain.from_iterable(self._owners())), list(chain.from_iterable(known))
-        return len(owners) == len(before) and all(map(operator.is_, owners, before))
+        owners = self._owners()
+        return len(owners) == len(known) and all(map(operator.is_, owners, known))
 
     def _build(self, captured: Captured, *, ahead: bool) -> Structure:
         self._shapes.look(self._found.names, list(map(_SHAPE, self._found.forms)))

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import islice
 from queue import Queue
 from typing import Any
 
@@ -310,4 +311,48 @@ def test_epochs_of_one_step_are_counted_together(workers: int) -> None:
             break
         sampler.commit()
     with pytest.raises(SamplerStateError, match="takes more samples for each step"):
+        sampler.commit()
+
+
+class Pools:
+    """A batch sampler that takes some batches at once and gives their samples out by length, as buckets do."""
+
+    def __init__(self, sampler: ElasticSampler, batches: int) -> None:
+        self.sampler, self.rows = sampler, batches * MICRO
+
+    def __iter__(self) -> Iterator[list[int]]:
+        ids = iter(self.sampler)
+        while pool := sorted(islice(ids, self.rows)):
+            for at in range(0, len(pool), MICRO):
+                yield pool[at : at + MICRO]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_batch_sampler_that_gives_samples_out_in_another_order_is_refused_at_the_second_step(workers: int) -> None:
+    sampler = ElasticSampler(N, dp_rank=0, dp_size=1, global_batch_size=MICRO)
+    batches = iter(DataLoader(Numbers(N), batch_sampler=Pools(sampler, 5), num_workers=workers))
+    train(sampler, batches, 1, 1)
+    with pytest.raises(SamplerStateError, match="other samples than the next ones"):
+        train(sampler, batches, 1, 1)
+    assert sampler.position == MICRO
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_one_that_sorts_the_samples_of_a_step_is_not(workers: int, accumulation: int) -> None:
+    sampler = ElasticSampler(N, dp_rank=1, dp_size=2, global_batch_size=2 * MICRO * accumulation)
+    loader = DataLoader(Numbers(N), batch_sampler=Pools(sampler, accumulation), num_workers=workers)
+    train(sampler, forever(loader), accumulation, 2 * N // (2 * MICRO * accumulation))
+    assert sampler.epoch == 1
+
+
+def test_ids_that_a_batch_sampler_changes_are_not_compared() -> None:
+    class Pairs(Pools):
+        def __iter__(self) -> Iterator[Any]:
+            return ([(one, MICRO) for one in batch] for batch in super().__iter__())
+
+    sampler = ElasticSampler(N, dp_rank=0, dp_size=1, global_batch_size=MICRO)
+    batches: Any = iter(DataLoader(Numbers(N), batch_sampler=Pairs(sampler, 1), num_workers=0))
+    for _ in range(5):
+        batches._next_index()  # its data: Numbers takes no pairs
         sampler.commit()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import multiprocessing
 import sys
 from pathlib import Path
 from typing import Any
@@ -199,3 +200,38 @@ def test_what_a_method_of_the_program_raised_is_shown_with_its_line(
         printed.index("in load_state_dict") < printed.index("KeyError: 'of the program'") < printed.index("'monitor'")
     )
     assert "flashckpt/state/" not in printed
+
+
+def test_a_forked_child_may_train_its_copy_and_leave_the_context_and_touches_nothing_of_the_run(tmp_path: Path) -> None:
+    model, optimizer = program()
+    ckpt, _ = started(tmp_path, model=model, optimizer=optimizer)
+    step_once(model, optimizer, 1)
+    ckpt.step(1)
+    kept, directory = state_of(model, optimizer), ckpt._alive().directory
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+
+    def child() -> None:
+        step_once(model, optimizer, 2)
+        try:
+            ckpt.step(2)
+        except ConfigError as error:
+            answers.put(error.problem)
+        ckpt.close()
+        answers.put("closed")
+
+    process = context.Process(target=child)
+    process.start()
+    process.join(60)
+    process.kill()  # nothing but a child that waits for threads which it has not
+    assert process.exitcode == 0
+    assert [answers.get(), answers.get()] == [
+        "this Checkpointer is that of the process from which this one was forked", "closed"
+    ]  # fmt: skip
+    assert not directory.request_path("ended").exists()
+    crash(ckpt)
+    again, fresh = program()
+    ckpt, restored = started(tmp_path, model=again, optimizer=fresh)
+    assert restored is not None
+    assert (restored.step, state_of(again, fresh)) == (1, kept)
+    crash(ckpt)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.engine import digest
-from support.one_rank import agent_of_the_test, crash, opened, opened_as  # noqa: F401 -- fixtures
+from support.one_rank import agent_of_the_test, crash, opened, opened_as, step_kept  # noqa: F401 -- fixtures
 from torch import nn
 
 from flashckpt import Checkpointer
@@ -43,6 +44,27 @@ def test_state_that_appears_and_parameters_that_are_added_or_frozen_are_in_the_n
     crash(again)
     assert digest(other, fresh) == kept
     assert fresh.param_groups[1]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_an_optimizer_that_loads_its_own_state_in_mid_run_is_kept_as_it_is_from_then_on(
+    tmp_path: Path, at: int
+) -> None:
+    model = nn.Linear(50, 50)
+    optimizer = torch.optim.AdamW(model.parameters())
+    ckpt = opened(tmp_path, model=model, optimizer=optimizer)
+    for step in range(1, 5):
+        model(torch.randn(2, 50)).sum().backward()
+        optimizer.step()
+        if step == at:  # a rollback by hand, as after a spike of the loss
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        step_kept(ckpt, step)
+    crash(ckpt)
+    kept = digest(model, optimizer)
+    other = nn.Linear(50, 50)
+    fresh = torch.optim.AdamW(other.parameters())
+    crash(opened(tmp_path, model=other, optimizer=fresh))
+    assert digest(other, fresh) == kept
 
 
 def test_a_parameter_with_another_storage_discards_one_snapshot_and_is_planned_anew(tmp_path: Path) -> None:

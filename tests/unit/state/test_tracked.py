@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +125,31 @@ def test_a_changed_structure_is_seen_and_an_unchanged_one_is_not_planned_again()
     model.append(nn.Linear(4, 4))
     assert not found.holds(), "a layer was added"
     structure(found)
+    model[0].observer = nn.BatchNorm1d(4, affine=False)
+    assert not found.holds(), "a layer without submodules got one"
+    structure(found)
     model[0].weight = nn.Parameter(torch.zeros(4, 4))
     assert not found.holds(), "a parameter was replaced"
+
+
+def _loads_its_state(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def _names_other_parameters(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["params"] = optimizer.param_groups[0]["params"][:1]
+
+
+@pytest.mark.parametrize("replace", [_loads_its_state, _names_other_parameters])
+def test_what_an_optimizer_replaces_as_a_whole_is_seen(replace: Callable[[torch.optim.Optimizer], None]) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    one_step(model, optimizer)
+    found = tracked(model=model, optimizer=optimizer)
+    structure(found)
+    assert found.holds()
+    replace(optimizer)
+    assert not found.holds()
 
 
 def planned_ahead() -> tuple[StateRegistry, nn.Sequential, torch.optim.Optimizer, StateLayout]:
