@@ -23,6 +23,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from flashckpt.daemon.launcher import shared_state
 from flashckpt.daemon.launcher.job_secret import Seal
+from flashckpt.daemon.launcher.job_state import JobState
 from flashckpt.daemon.launcher.rounds import FreshStoreRendezvous
 from flashckpt.daemon.launcher.shared_state import SharedState
 from flashckpt.daemon.launcher.silence import AWAY, GONE
@@ -80,11 +81,13 @@ class Job:
             thread.join(60)
             assert not thread.is_alive(), "a node that waits for ever"
 
+    def seen_by(self, node: _NodeDesc) -> JobState:
+        self.views[node].wait(0)
+        self.views[node].sync()
+        return self.views[node].state
+
     def places(self) -> dict[str, int]:
-        view = self.views[self.nodes[0]]
-        view.wait(0)
-        view.sync()
-        return {node.addr: rank for node, rank in view.state.participants.items()}
+        return {node.addr: rank for node, rank in self.seen_by(self.nodes[0]).participants.items()}
 
 
 @pytest.mark.parametrize("size", [8, 48])
@@ -139,26 +142,22 @@ def test_a_spare_has_the_place_of_a_lost_node_by_the_write_that_begins_the_round
     watcher = job.views[trained[0]]
     for thread in threads:
         thread.start()
-    wait_for(lambda: job.places() and job.views[job.nodes[0]].state.redundancy_list == set(spares), what="two spares")
-    watcher.wait(0)
-    watcher.sync()
+    wait_for(lambda: job.seen_by(trained[0]).redundancy_list == set(spares), what="two spares")
     watcher._silence.lost = lambda *_: {trained[2]: (1.8, AWAY)}  # type: ignore[method-assign]
     watcher._remove_lost()
     watcher._silence.lost = lambda *_: {}  # type: ignore[method-assign]
-    wait_for(lambda: (watcher.wait(0), watcher.sync(), watcher.state.wait_list == set(spares))[2], what="both to wait")
+    wait_for(lambda: job.seen_by(trained[0]).wait_list == set(spares), what="both to wait")
     job.do(_RendezvousExitOp(), trained[:2])
-    watcher.wait(0)
-    watcher.sync()
-    assert (watcher.state.round, watcher.state.complete) == (1, True), "nobody else has to write"
-    assert watcher.state.participants == {spares[0]: 0, trained[0]: 1, trained[1]: 2}
-    assert not watcher.state.wait_list
-    assert watcher.state.redundancy_list == {spares[1]}
+    state = job.seen_by(trained[0])
+    assert (state.round, state.complete) == (1, True), "nobody else has to write"
+    assert state.participants == {spares[0]: 0, trained[0]: 1, trained[1]: 2}
+    assert [state.wait_list, state.redundancy_list] == [set(), {spares[1]}]
     threads[0].join(60)
     assert not threads[0].is_alive(), "who was let in has joined"
     watcher._silence.lost = lambda *_: {trained[1]: (1.8, AWAY)}  # type: ignore[method-assign]
     watcher._remove_lost()
     watcher._silence.lost = lambda *_: {}  # type: ignore[method-assign]
-    wait_for(lambda: (watcher.wait(0), watcher.sync(), watcher.state.wait_list)[2], what="the other to wait again")
+    wait_for(lambda: job.seen_by(trained[0]).wait_list, what="the other to wait again")
     job.do(_RendezvousExitOp(), [spares[0], trained[0]])
     threads[1].join(60)
     assert not threads[1].is_alive(), "the next place is its own"
