@@ -263,7 +263,7 @@ class DlrunAgent(LocalElasticAgent):
         if not self._has_trained and any(row.first_step for row in rows):
             self._has_trained = True
             if self._stores.notes is not None:
-                self._stores.notes.note_trained()
+                self._stores.notes.note_trained(self._watch.job.job if self._watch.job is not None else "")
         if not rows or len(rows) < len(self._worker_group.workers) or not all(row.first_step for row in rows):
             return False
         self._longest_s = max(self._longest_s, max(row.first_step for row in rows) / 1e9 - self._started_s)
@@ -295,6 +295,7 @@ class DlrunAgent(LocalElasticAgent):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         begun = time.monotonic()
+        self._expect_job()
         try:
             super()._rendezvous(worker_group)
         except RendezvousError as error:
@@ -302,6 +303,7 @@ class DlrunAgent(LocalElasticAgent):
                 raise
             raise refused from error
         self._rendezvous_s = time.monotonic() - begun
+        self._expect_job()
         if self._stores.has_missed:
             agent_folder.note_missed(self._watch.agent_dir)
         if (others := self._others(worker_group)) is not None:
@@ -309,6 +311,11 @@ class DlrunAgent(LocalElasticAgent):
             findings.introduce(others.store, others.rank, host=socket.gethostname(), ranks=ranks)
         if self._options.node_check:
             self._check_nodes(worker_group)
+
+    def _expect_job(self) -> None:
+        """Prepare a node that is new to the job: its persister starts while the node waits, or beside the start of its ranks."""
+        if self._watch.job is None and self._stores.notes is not None:
+            self._watch.expect(self._stores.notes.job())
 
     def _refusal(self, error: RendezvousError) -> RefusedError | None:
         """Return the error that ends this node if the rendezvous failed because of a permanent error."""

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
@@ -17,10 +17,12 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
     RendezvousTimeoutError,
+    dynamic_rendezvous,
     static_tcp_rendezvous,
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, _NodeDesc
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.elastic.rendezvous.utils import _delay as _torch_delay
 
 from flashckpt.daemon.launcher import job_secret, rendezvous_store
 from flashckpt.daemon.launcher.elastic_compat import replaced
@@ -54,13 +56,19 @@ class JobNotes:
         self._store, self._prefix = SealedStore(store, secret, f"job {run_id}"), f"flashckpt.job.{run_id}"
         self.code = 0
 
-    def note_trained(self) -> None:
-        """Record that some generation of the job has trained a step."""
-        self._note("trained", "1")
+    def note_trained(self, job: str = "") -> None:
+        """Record that some generation of the job has trained a step, and the name by which nodes have its memory."""
+        self._note("trained", job)
 
     def has_trained(self) -> bool:
         """Return whether any generation of the job has trained a step."""
         return self._noted("trained") is not None
+
+    def job(self) -> str:
+        """Return that name, "" where no node has noted one or the store is gone."""
+        with contextlib.suppress(DistError):
+            return self._noted("trained") or ""
+        return ""
 
     def refuse(self, size: int) -> None:
         """Record that the job's layout does not fit `size` nodes."""
@@ -175,7 +183,8 @@ class FreshStoreRendezvous(rendezvous_store.Forwarding):
             inner._bootstrap_store_info = None  # noqa: SLF001 -- torch caches the first round's store here
             inner._shared_tcp_store_server = None  # noqa: SLF001 -- and its server here
             try:
-                info = inner.next_rendezvous()
+                with replaced(dynamic_rendezvous, "_delay", functools.partial(_delay, is_again=self.rounds > 0)):
+                    info = inner.next_rendezvous()
             except RendezvousTimeoutError:
                 if not self._is_left_over():
                     raise
@@ -281,6 +290,12 @@ class FreshStoreRendezvous(rendezvous_store.Forwarding):
         if self.has_spare():
             time.sleep(_LINGER_S)  # the store may end with this process; waiting nodes poll it once a second
         return closed
+
+
+def _delay(seconds: Any, *, is_again: bool) -> None:
+    """Wait as torch does, but not before a round that begins again: up to 0.3 s, which spread the start of a job, also behind its first round."""
+    if not (is_again and isinstance(seconds, tuple)):
+        _torch_delay(seconds)
 
 
 def _gone(before: dict[_NodeDesc, int], now: dict[_NodeDesc, int]) -> dict[int, str]:

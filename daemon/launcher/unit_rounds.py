@@ -101,6 +101,8 @@ class UnitRounds(_DistributedRendezvousOpExecutor):
         begins_again = leaves and self._state.complete and not self._state.closed
         number = self._state.round if begins_again else -1
         getattr(self, _STEPS[action])()
+        if action is _Action.REMOVE_FROM_REDUNDANCY_LIST and self._state.complete:
+            self._add_to_wait_list()  # what torch asks for next, in the same write
         if begins_again:
             self._begin_again()
         return number
@@ -110,9 +112,10 @@ class UnitRounds(_DistributedRendezvousOpExecutor):
         return number >= 0 and (self._state.round > number or self._node in self._state.wait_list)
 
     def _begin_again(self) -> None:
-        """Wait for the next round in the write that leaves this one; who leaves last begins it, with those that wait and were in this one.
+        """Wait for the next round in the write that leaves this one; who leaves last begins it, with those that wait.
 
-        Of many nodes each writes once then, not three times. One that dies while it waits is lost from the new round instead.
+        Those that were in this one come first, others as far as there is room: of many nodes each writes once then, not three
+        times, and a spare not at all. One that dies while it waits is lost from the new round instead.
         """
         state = self._state
         if state.complete:  # others are in it still
@@ -122,9 +125,19 @@ class UnitRounds(_DistributedRendezvousOpExecutor):
             state.wait_list.discard(node)
             state.participants[node] = 1
         self._add_to_participants()
-        others_come = state.complete or state.wait_list or state.redundancy_list
+        others_come = bool(state.complete or state.wait_list or state.redundancy_list)
+        if not state.complete and state.wait_list:
+            self._let_in()
         if not others_come and len(state.participants) >= self._settings.min_nodes:
             self._mark_rendezvous_complete()  # those of the last round are here, or known to be lost
+
+    def _let_in(self) -> None:
+        state, most = self._state, self._settings.max_nodes
+        for node in sorted(state.wait_list)[: most - len(state.participants)]:
+            state.wait_list.discard(node)
+            state.participants[node] = 0
+        if len(state.participants) == most:
+            self._mark_rendezvous_complete()
 
     def _keep_alive_in(self, holder: SharedState) -> None:
         before = self._state.deadline
@@ -205,3 +218,6 @@ class UnitRounds(_DistributedRendezvousOpExecutor):
         if isinstance(self._state, JobState):
             self._state.draw()
         super()._mark_rendezvous_complete()
+        if len(nodes) >= self._settings.max_nodes:  # who waits for a seat in vain makes nobody begin again
+            self._state.redundancy_list |= self._state.wait_list
+            self._state.wait_list.clear()

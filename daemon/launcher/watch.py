@@ -17,7 +17,7 @@ from pathlib import Path
 from flashckpt.core.snapshot_id import BEFORE_ALL
 from flashckpt.daemon.launcher.way_back import steps_on_root
 from flashckpt.daemon.machine.process import reap, zombies
-from flashckpt.environment import env
+from flashckpt.environment import Environment, env
 from flashckpt.errors import DamagedError, FlashckptError, PersistError
 from flashckpt.printable import printable
 from flashckpt.shm import agent_folder
@@ -52,6 +52,7 @@ class JobWatch:
         self._live: Lease | None = None
         self._control: ControlView | None = None
         self._is_cut_short = False
+        self._is_expected = False  # no rank has named the job yet
         self._owner: PersisterOwner | None = None
         self._unseen: PersistError | None = None
         self._zombies: set[int] = set()
@@ -65,6 +66,20 @@ class JobWatch:
         """Look for the job directory; once it is there, hold its live lock and supervise its persister."""
         if self._find() is not None and self._owner is not None:
             self._owner.tick()
+
+    def expect(self, name: str) -> None:
+        """Make a place for a job that other nodes train, and start its persister: ranks that come find it running.
+
+        Where nobody comes the persister removes the place. Memory of that job which is here already is left to the ranks.
+        """
+        with contextlib.suppress(OSError, FlashckptError):  # ranks that come say what is wrong
+            name = Environment({"FLASHCKPT_JOB_ID": name}).FLASHCKPT_JOB_ID
+            if not name or (memory_root() / name).exists():
+                return
+            job = JobDirectory.open(name)
+            self._take(job, job.hold_live())
+            self._is_expected = True
+            self.tick()
 
     def reap(self, known: set[int]) -> None:
         """Reap the orphans that this subreaper inherited, at most once a second; not `known`, whose end somebody waits for.
@@ -87,6 +102,7 @@ class JobWatch:
         try:
             path = agent_folder.read_job(self.agent_dir) or agent_folder.read_job(self.agent_dir, "opening")
             if path is None or (self.job is not None and self.job.path == path):
+                self._is_expected = self._is_expected and path is None
                 return self.job
             if self._live is not None and self._live.held_by_other(0):
                 return self.job
@@ -98,9 +114,12 @@ class JobWatch:
                 _log.error("%s", self._unseen)
             return self.job
         self._let_go()
+        self._take(job, live)
+        return job
+
+    def _take(self, job: JobDirectory, live: Lease) -> None:
         job.note(self.log_folder, "log-folder")
         self.job, self._live, self._owner, self._unseen = job, live, PersisterOwner(job, _log), None
-        return job
 
     def _let_go(self) -> None:
         """Leave the job that was there to its persister, which commits what it has yet to, and ends."""
@@ -108,6 +127,9 @@ class JobWatch:
             self._owner.close()
         if self._live is not None:
             self._live.close()
+        if self._is_expected and self.job is not None:
+            self.job.request("ended")
+            self.job, self._is_expected = None, False
         self._control = None
 
     def persister_problem(self) -> str:

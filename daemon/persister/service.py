@@ -146,7 +146,10 @@ class Daemon:
             self._alive_s = time.monotonic()
         silent_s = time.monotonic() - self._alive_s
         if config is None or record is None:
-            return self._stopping or silent_s > self._times.linger_s or not self.directory.path.exists()
+            is_left = silent_s > self._times.linger_s or (not alive and self.directory.request_path("ended").exists())
+            if is_left and self.directory.path.exists():
+                self._remove(only_unused=True)  # no rank has begun the job here
+            return self._stopping or is_left or not self.directory.path.exists()
         if self.persisting is None or self.persisting.config != config:
             if self.persisting is not None:
                 self.persisting.close()
@@ -352,10 +355,12 @@ class Daemon:
             )
         return True
 
-    def _remove(self) -> bool:
-        """Remove the directory of a job that ended cleanly; False if somebody started at the last moment."""
+    def _remove(self, *, only_unused: bool = False) -> bool:
+        """Remove the directory of a job that ended cleanly; False if somebody started at the last moment, or it holds something."""
         with private_directory(self.directory.path.parent) as base:
-            gone = take_away(self.directory.path, base, locks=["live.lock"])  # the daemon's lock is ours
+            gone = take_away(
+                self.directory.path, base, locks=["live.lock"], only_unused=only_unused
+            )  # the daemon's lock is ours
             if gone is None:
                 return False
             remove_tree(gone.name, base)

@@ -19,11 +19,14 @@ from flashckpt.errors import FlashckptError, JobInUseError, NoCheckpointError
 from flashckpt.shm import block
 from flashckpt.shm.job_directory import JobDirectory, memory_root
 from flashckpt.shm.lease import Lease
+from flashckpt.shm.persister_process import LOG_NAME
 from flashckpt.shm.private import Skipped, private_directories, private_directory, remove_tree
 from flashckpt.shm.segment import Segment
 
 _ENDED = ".ended-"
 _LOCKS = ("live.lock", "daemon.lock")
+_OF_ALL = {*_LOCKS, LOG_NAME, "daemon.msgpack", "log-folder", "ended", "persist-now"}
+"""Files that a persister and an agent leave also where no rank has begun."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +159,7 @@ def take_away(path: Path, base: int, *, locks: Sequence[str], only_unused: bool 
 
 def _holds(path: Path) -> bool:
     """Return whether a file of a job is a record, or a segment with a snapshot or of which nobody can tell."""
-    if path.name in _LOCKS:
+    if path.name in _OF_ALL:
         return False
     try:
         with contextlib.closing(Segment.attach(path)) as segment:

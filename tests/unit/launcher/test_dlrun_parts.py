@@ -28,6 +28,7 @@ from support.ranks import wait_for
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import DistNetworkError
 
+from flashckpt.core.lineage import Generation
 from flashckpt.daemon.launcher import budget, cli, failure, findings, hang, ledger, reporting, stop
 from flashckpt.daemon.launcher.agent import DlrunAgent
 from flashckpt.daemon.launcher.rounds import JobNotes
@@ -44,7 +45,7 @@ from flashckpt.daemon.machine.process import (
 from flashckpt.daemon.zygote import server
 from flashckpt.errors import ConfigError
 from flashckpt.restore import gather
-from flashckpt.shm import agent_folder
+from flashckpt.shm import agent_folder, gc, job_directory
 from flashckpt.shm.job_directory import JobDirectory
 
 
@@ -260,6 +261,86 @@ def test_job_that_ranks_are_about_to_begin_has_a_persister_and_is_not_one_that_t
     assert gather._restarts(job) == 1
     watch.request("ended")
     job.let_go()
+    watch.close()
+
+
+def test_node_that_waits_for_a_job_has_its_persister_and_keeps_nothing_where_it_is_not_needed() -> None:
+    watch = JobWatch()
+    watch.expect("awaited")
+    assert watch.job is not None
+    job = watch.job
+    wait_for(job.daemon_alive, what="the persister, before any rank")
+    assert [job.job, watch.control(), watch.unpersisted()] == ["awaited", None, None]
+    watch.tick()
+    assert watch.job is job
+    watch.close()
+    wait_for(lambda: not job.path.exists(), what="its memory to go with it")
+
+
+def test_ranks_that_come_to_the_job_that_was_awaited_find_its_persister_and_end_it_as_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FLASHCKPT_DAEMON_LINGER", "0.2")
+    watch = JobWatch()
+    watch.expect("awaited")
+    job = watch.job
+    assert job is not None
+    wait_for(job.daemon_alive, what="the persister")
+    status = wait_for(job.read_status, what="its status")
+    ranks = JobDirectory.open("awaited")
+    agent_folder.write_opening(watch.agent_dir, ranks.path)
+    watch.tick()
+    assert watch.job is job
+    ranks.write_generation(Generation(number=1))
+    watch.close()
+    assert not job.request_path("ended").exists(), "who restarts finds what there is"
+    assert job.daemon_alive()
+    ranks.let_go()
+    wait_for(lambda: not job.daemon_alive(), what="the persister to end")
+    assert status.pid > 0
+    assert job.path.exists(), "a record is there"
+    gc.remove(gc.dead_memory("awaited")[0])
+
+
+@pytest.mark.parametrize("name", ["", "../awaited", "held"])
+def test_nothing_is_made_for_a_name_that_is_none_nor_where_memory_of_the_job_is(name: str) -> None:
+    held = JobDirectory.open("held")
+    held.let_go()
+    watch = JobWatch()
+    watch.expect(name)
+    assert watch.job is None
+    assert not held.daemon_alive()
+    watch.close()
+    gc.remove_unused(held.path)
+
+
+def test_persister_of_a_job_that_nobody_began_ends_with_it_when_its_agent_was_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FLASHCKPT_DAEMON_LINGER", "0.2")
+    pid = os.fork()
+    if pid == 0:
+        watch = JobWatch()
+        watch.expect("orphaned")
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    path = JobDirectory(job_directory.memory_root() / "orphaned").path
+    wait_for(lambda: not path.exists(), what="the directory to go")
+
+
+def test_ranks_that_have_another_job_than_the_one_awaited_are_followed() -> None:
+    watch = JobWatch()
+    watch.expect("awaited")
+    awaited = watch.job
+    assert awaited is not None
+    other = JobDirectory.open("other")
+    agent_folder.write_job(watch.agent_dir, other.path)
+    watch.tick()
+    assert watch.job is not None
+    assert watch.job.path == other.path
+    wait_for(lambda: not awaited.path.exists(), what="what was awaited to go")
+    watch.request("ended")
+    other.let_go()
     watch.close()
 
 
@@ -596,6 +677,7 @@ def test_exit_code_that_one_node_notes_is_read_by_the_others_and_outlives_the_st
     late = notes_of(lost)
     late.end(11)
     assert late.ended() == 11
+    assert late.job() == ""
     late.leave(2, timeout_s=60)  # its host has left: nothing to wait for
 
 
@@ -611,7 +693,9 @@ def test_notes_of_a_stranger_do_not_count_nor_does_a_note_under_another_name() -
             False,
             False,
         ]
-    notes.note_trained()
+    assert [notes.has_trained(), notes.job()] == [False, ""]
+    notes.note_trained("mine")
+    assert notes.job() == "mine"
     store.set("flashckpt.job.job.refused.2", store.get("flashckpt.job.job.trained").decode())
     assert [notes.has_trained(), notes.is_refused(2)] == [True, False]
     JobNotes(store, "job", secret).end(11)

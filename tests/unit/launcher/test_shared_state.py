@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from support.ranks import wait_for
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
@@ -22,6 +23,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from flashckpt.daemon.launcher import shared_state
 from flashckpt.daemon.launcher.job_secret import Seal
+from flashckpt.daemon.launcher.job_state import JobState
 from flashckpt.daemon.launcher.rounds import FreshStoreRendezvous
 from flashckpt.daemon.launcher.shared_state import SharedState
 from flashckpt.daemon.launcher.silence import AWAY, GONE
@@ -79,11 +81,13 @@ class Job:
             thread.join(60)
             assert not thread.is_alive(), "a node that waits for ever"
 
+    def seen_by(self, node: _NodeDesc) -> JobState:
+        self.views[node].wait(0)
+        self.views[node].sync()
+        return self.views[node].state
+
     def places(self) -> dict[str, int]:
-        view = self.views[self.nodes[0]]
-        view.wait(0)
-        view.sync()
-        return {node.addr: rank for node, rank in view.state.participants.items()}
+        return {node.addr: rank for node, rank in self.seen_by(self.nodes[0]).participants.items()}
 
 
 @pytest.mark.parametrize("size", [8, 48])
@@ -103,7 +107,7 @@ def test_nodes_join_leave_and_join_again(size: int) -> None:
 
 @pytest.mark.parametrize("comes", ["nobody", "a spare"])
 def test_a_round_that_lost_a_node_begins_again_at_once_unless_another_node_comes(comes: str) -> None:
-    """Of four nodes, where two are enough: those that are left do not wait for a last call; with a spare they wait until it is there."""
+    """Of four nodes, where two are enough: those that are left do not wait for a last call; with a spare they may wait for more."""
     job = Job(5, least=2)
     first, lost, spare = job.views[job.nodes[0]], job.nodes[3], job.nodes[4]
     first.sync()
@@ -120,9 +124,43 @@ def test_a_round_that_lost_a_node_begins_again_at_once_unless_another_node_comes
     for node in job.nodes[:3]:
         job.views[node].wait(0)
     job.do(_RendezvousExitOp(), job.nodes[:3])
-    assert sorted(job.places()) == ["n0000", "n0001", "n0002"]
+    assert sorted(job.places()) == ["n0000", "n0001", "n0002", *(["n0004"] if comes == "a spare" else [])]
     assert first.state.complete == (comes == "nobody")
     assert (first.state.round, first.state.deadline is None) == (1, comes == "nobody")
+
+
+def test_a_spare_has_the_place_of_a_lost_node_by_the_write_that_begins_the_round() -> None:
+    """Two wait: one is let in and has to write nothing, the other waits on and makes nobody begin again."""
+    job = Job(5)
+    job.settings = RendezvousSettings("x", 3, 3, job.settings.timeout, timedelta(seconds=60), 3)
+    job.steps = {node: job.steps_of(node) for node in job.nodes}
+    trained, spares = job.nodes[1:4], [job.nodes[0], job.nodes[4]]
+    job.do(_RendezvousJoinOp(), trained)
+    threads = [
+        threading.Thread(target=job.steps[spare].run, args=(_RendezvousJoinOp(), 1e9), daemon=True) for spare in spares
+    ]
+    watcher = job.views[trained[0]]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: job.seen_by(trained[0]).redundancy_list == set(spares), what="two spares")
+    watcher._silence.lost = lambda *_: {trained[2]: (1.8, AWAY)}  # type: ignore[method-assign]
+    watcher._remove_lost()
+    watcher._silence.lost = lambda *_: {}  # type: ignore[method-assign]
+    wait_for(lambda: job.seen_by(trained[0]).wait_list == set(spares), what="both to wait")
+    job.do(_RendezvousExitOp(), trained[:2])
+    state = job.seen_by(trained[0])
+    assert (state.round, state.complete) == (1, True), "nobody else has to write"
+    assert state.participants == {spares[0]: 0, trained[0]: 1, trained[1]: 2}
+    assert [state.wait_list, state.redundancy_list] == [set(), {spares[1]}]
+    threads[0].join(60)
+    assert not threads[0].is_alive(), "who was let in has joined"
+    watcher._silence.lost = lambda *_: {trained[1]: (1.8, AWAY)}  # type: ignore[method-assign]
+    watcher._remove_lost()
+    watcher._silence.lost = lambda *_: {}  # type: ignore[method-assign]
+    wait_for(lambda: job.seen_by(trained[0]).wait_list, what="the other to wait again")
+    job.do(_RendezvousExitOp(), [spares[0], trained[0]])
+    threads[1].join(60)
+    assert not threads[1].is_alive(), "the next place is its own"
 
 
 def test_who_dies_while_it_waits_for_the_next_round_is_lost_from_it() -> None:
