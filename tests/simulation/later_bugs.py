@@ -67,10 +67,10 @@ LATER = [
     Mutant("large: packs are not looked at", f"{_C}/merging.py", "    check_packs(store, prefix, needs, there.sizes)\n", ""),
     Mutant("large: an index of another run is taken", f"{_C}/merging.py",
            "rows=False):\n        _refuse_other(prefix, index, token)\n", "rows=False):\n"),
-    Mutant("back: to the same state again", f"{_L}/selection.py",
+    Mutant("again: to the same state again", f"{_L}/selection.py",
            "older = [i for i in wanted if i < began]", "older = [i for i in wanted if i <= began]"),
-    Mutant("back: without end", "daemon/launcher/budget.py", "        if taken >= limit:\n", "        if False:\n"),
-    Mutant("back: one sample more is left out", "sampler/sampler.py",
+    Mutant("again: without end", "daemon/launcher/budget.py", "        if taken >= limit:\n", "        if False:\n"),
+    Mutant("again: one sample more is left out", "sampler/sampler.py",
            "            self.skip(begin, end)\n", "            self.skip(begin, end + 1)\n"),
     Mutant("replica: a partner without a slot is taken for one that has it", f"{_R}/sender.py",
            'if answer["state"] == "busy" else RETRY_S[1])\n                return False',
@@ -81,7 +81,7 @@ LATER_HUNTS = {
     "root: ": Hunt(("root is emptied",), {"votes": True, "nodes": 2, "persist_every": 20}),
     "large: packs": Hunt(("storage loses a part", "slow node"), {"spread": True, "nodes": 3}),
     "large: ": Hunt(("others take over", "cut from root", "kill rank"), {"spread": True, "nodes": 2, "spares": 2}),
-    "back: ": Hunt(("a step fails",), {"votes": True, "persist_every": 5}),
+    "again: ": Hunt(("a step fails",), {"votes": True, "persist_every": 5}),
     "without a slot": Hunt(("replica slots are held", "lose node"), REPLICATED),
 }
 """As `bugs.HUNTS`."""
