@@ -217,7 +217,7 @@ def _unforeseen(*arguments: object, **_: object) -> None:
 
 def install() -> None:
     """Look at every pin that a persister takes, and at each error that nobody foresaw, once per program."""
-    logging.Logger.exception = _unforeseen  # type: ignore[method-assign, assignment]
+    logging.Logger.exception = _unforeseen  # type: ignore[method-assign]
     for name in ("coordinator", "seeker"):
         module: Any = importlib.import_module(f"flashckpt.daemon.persister.{name}")
         module.pin_all = _checked(module.pin_all)
