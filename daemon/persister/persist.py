@@ -23,7 +23,8 @@ from flashckpt.daemon.persister.protocol import Action, Event, NodeSlots, Outcom
 INTENT_PATIENCE_S = 600.0
 """Seconds that the node that commits waits for the writers of others before it gives an intent up."""
 EARLIER_PATIENCE_S = 60.0
-"""The same once a newer generation runs: writers may have gone with their machine, and newer snapshots wait to be persisted."""
+"""The same once a newer generation runs: writers may have gone with their machine, and newer snapshots wait to be persisted.
+And where somebody has removed what this node wrote: others will not write theirs again."""
 ATTEMPTS = 4
 """Times that damaged data is written again before the snapshot is given up."""
 LEASE_S = 5.0
@@ -178,6 +179,8 @@ class Persist:
         if not indexes.missing:
             return True
         self.has_waited = True
+        if not {*self.pinned}.isdisjoint(indexes.missing):  # what was written here is there no more, or a listing lags
+            patience_s = EARLIER_PATIENCE_S
         if now_s - self.written_s > patience_s:
             yield p.AbandonIntent(self.intent.identity, "other writers did not finish")
         return False

@@ -81,6 +81,7 @@ class Daemon:
         self._read: tuple[JobConfig | None, Generation | None] = (None, None)
         self._goal: tuple[Identity, int] | None = None  # what persist-now asks for, and when it was asked
         self._status = DaemonStatus()
+        self._known: Identity | None = None  # what earlier persisters of this job here knew to be committed
         self._numbers: dict[str, float] = {}
         self._scrapes = metrics.Scrapes(self, directory.note)
         self.log_copy = LogCopy(directory.path / LOG_NAME)
@@ -111,7 +112,7 @@ class Daemon:
         """Confirm the start to the owner before anything is asked of storage; what an earlier persister counted is kept."""
         with contextlib.suppress(DamagedError, FormatVersionError):
             before = self.directory.read_status() or DaemonStatus()
-            self.attempts.failures = before.failures
+            self.attempts.failures, self._known = before.failures, before.once_committed or before.committed
             error = before.error if before.pid else ""  # without a pid it is the owner's: that none is running
             self._say(replace(before, error=error, pid=os.getpid()))
 
@@ -285,6 +286,7 @@ class Daemon:
         said, numbers = self.extensions.report()
         status = DaemonStatus(
             committed=persisting.committed,
+            once_committed=persisting.committed or self._known,
             failures=self.attempts.failures,
             error=self.error,
             lag=lag,

@@ -146,10 +146,10 @@ def _claimed(directory: JobDirectory, root: str, options: Mapping[str, Any]) -> 
 
 
 def _committed(directory: JobDirectory) -> SnapshotId | None:
-    """Return the newest checkpoint that the daemon of this node knew of on the root."""
+    """Return the newest checkpoint that the daemons of this node knew of on the root, also where it is there no more."""
     with contextlib.suppress(FlashckptError, OSError):
         status = directory.read_status()
-        return None if status is None else status.committed
+        return None if status is None else status.once_committed or status.committed
     return None
 
 

@@ -289,6 +289,7 @@ class DaemonStatus:
 
     Attributes:
         committed: (generation, step) of the newest MANIFEST it knows of.
+        once_committed: The same, or of what earlier daemons here knew, if the root has lost it.
         failures: Persists that failed, in all.
         error: Text of the last failure; "" once a persist succeeded again.
         lag: Persist steps that are COMPLETE and not committed.
@@ -305,6 +306,7 @@ class DaemonStatus:
     """
 
     committed: SnapshotId | None = None
+    once_committed: SnapshotId | None = None
     failures: int = 0
     error: str = ""
     lag: int = 0

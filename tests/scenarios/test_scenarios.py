@@ -55,6 +55,7 @@ def test_a_transcript_with_one_action_more_or_less_is_wrong(path: Path) -> None:
         (persist, "RENEWALS", 0.01, "holder-waits"),
         (persist, "INTENT_PATIENCE_S", 1e9, "writers-that-never-finish"),
         (persist, "EARLIER_PATIENCE_S", 1e9, "node-lost-for-good-restored-that-step"),
+        (persist, "EARLIER_PATIENCE_S", 1e9, "root-loses-what-was-written"),
         (persist, "ATTEMPTS", 2, "damaged-in-memory"),
         (messaging, "ROOT_LOOK_S", 1.0, "leader-dies-after-its-index"),
         (negotiation, "MIN_SLOTS", 1, "storage-fails-two-slots"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,9 +10,12 @@ from typing import Any, cast
 
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
-from flashckpt.daemon.launcher.budget import Budget, RestartDecision
+from flashckpt.daemon.launcher import way_back
+from flashckpt.daemon.launcher.agent import DlrunAgent
+from flashckpt.daemon.launcher.budget import ESCALATE, Budget, RestartDecision
 from flashckpt.daemon.launcher.rounds import FreshStoreRendezvous
 from flashckpt.daemon.launcher.unit_rounds import UnitRounds
+from flashckpt.daemon.launcher.way_back import WayBack
 from flashckpt.shm import agent_folder
 from simulation.clock import CLOCK, Process
 from simulation.machines import Node
@@ -30,6 +34,7 @@ class Agents:
     def begin(self, node: Node) -> None:
         """An agent starts on a node."""
         node.budget, node.steps, node.failures, node.highest = Budget(None), _steps(), 0, -1
+        node.way_back, node.went_back = WayBack(), Counter()
         stores: Any = FreshStoreRendezvous.__new__(FreshStoreRendezvous)
         stores._number, node.stores = -1, stores
 
@@ -63,12 +68,22 @@ class Agents:
         return used
 
     @staticmethod
-    def judge(nodes: list[Node], *, step: int, ran_s: float, may_pass: bool) -> RestartDecision:
-        """Return what the agents of a round decide after a failure: each counts for itself, and one that ends ends all."""
-        verdicts: list[RestartDecision] = [
-            node.budget.spend(fingerprint="", step=step, ran_s=ran_s, may_pass=may_pass) for node in nodes
-        ]
+    def judge(nodes: list[Node], *, step: int, ran_s: float, may_pass: bool, error: str) -> RestartDecision:
+        """Return what the agents of a round decide after a failure: each counts for itself, and one that ends ends all.
+
+        Args:
+            nodes: Of the round.
+            step: The last that was trained.
+            ran_s: How long.
+            may_pass: Storage cannot be reached.
+            error: That of the script; "" where a rank was killed.
+        """
+        verdicts = [_verdict(node, step=step, ran_s=ran_s, may_pass=may_pass, error=error) for node in nodes]
         for node, verdict in zip(nodes, verdicts, strict=True):
+            if error:
+                _goes_back(node, verdict, error, step)
+                if verdict.back or verdict.repeats:
+                    continue
             has_come_on = node.highest >= 0 and step >= node.highest + REFILL_STEPS
             node.failures = 1 if has_come_on else node.failures + 1
             node.highest = max(node.highest, step)
@@ -79,9 +94,36 @@ class Agents:
         return min(verdicts, key=lambda verdict: (verdict.restart, -verdict.pause_s))
 
 
+def _verdict(node: Node, *, step: int, ran_s: float, may_pass: bool, error: str) -> RestartDecision:
+    """Return what the agent of one node decides, as `DlrunAgent._judge` does of a report."""
+    this: Any = SimpleNamespace(
+        _budget=node.budget, _options=SimpleNamespace(escalate=ESCALATE), _watch=SimpleNamespace(job=node.directory)
+    )
+    this._further_back = partial(DlrunAgent._further_back, this)
+    decided: RestartDecision = this._budget.spend(fingerprint=error, step=step, ran_s=ran_s, may_pass=may_pass)
+    decided = DlrunAgent._again(this, "", step, decided, error=error)
+    node.way_back.follow(decided, node.directory)
+    return decided
+
+
+def _goes_back(node: Node, verdict: RestartDecision, error: str, step: int) -> None:
+    """The same failure goes back to an older state, each time further, and some day it ends the job."""
+    tried = node.went_back[error, step]
+    if verdict.back:
+        node.went_back[error, step] += 1
+        node.job.note("failures that went further back")
+    if verdict.back not in (0, tried + 1) or verdict.back > ESCALATE or (verdict.repeats and verdict.restart):
+        raise Violation("the same failure goes further back", f"{node.name}: {verdict}, after {tried}")
+
+
 def _steps() -> Any:
     steps: Any = UnitRounds.__new__(UnitRounds)
     steps._unit, steps._is_refused = 1, lambda _: False
     steps.has_trained, steps.held = False, 0
     steps._record = lambda **_: None
     return steps
+
+
+def install(steps_on_root: Any) -> None:
+    """Let agents know which steps are on the root without the thread that waits for the answer, once per program."""
+    way_back.__dict__["steps_on_root"] = steps_on_root

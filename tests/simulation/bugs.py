@@ -289,6 +289,8 @@ DEFENDED = {
     "what was given back is written again": "it is compared with its digests: the snapshot is given up, and a newer one persisted",
     "what was restored is not common": "the ranks publish it, too; until then no slot is overwritten",
     "retention ignores keep marks": "a deletion first claims the mark, which fails where there is one",
+    "a sweep does not look for open intents": "it takes only what is older than the newest checkpoint",
+    "segments that are owned or read are retired": "all ranks hold something newer, so that none owns one; a reader keeps its memory",
     "a sweep takes what is being written": "its intent is open, and a folder with an open intent is not looked at",
 }
 """Planted bugs that something else in the product makes harmless, so that no rule can see them: what that is."""

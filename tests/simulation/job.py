@@ -13,7 +13,7 @@ from typing import Any
 from flashckpt.core.lineage import BEGINNING
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.shm.job_directory import JobConfig
-from simulation import memory, replicas, seams, voting, watches
+from simulation import memory, promises, replicas, samples, seams, voting, watches
 from simulation.agents import Agents
 from simulation.clock import CLOCK, Killed, Process, Scheduler
 from simulation.machines import Node, Rank
@@ -22,10 +22,6 @@ from simulation.rules import Rules
 from simulation.storage import Bucket, SimStore
 from simulation.threads import wakers
 from simulation.voting import Start
-from simulation.watches import Violation
-
-MOST_REQUESTS = 3000
-"""Of one node to the root within a minute."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +40,7 @@ class Setup:
         keep_last, keep_every: Retention.
         latency_s: Half of what a request takes.
         votes: Its ranks restore as the product does, each for itself; else the simulation decides for all of them at once.
+        spread: Indexes count as large from the first byte on: MANIFEST names them.
         faults_s, quiet_s: How long faults happen, and how long none do once something was committed after them.
     """
 
@@ -61,6 +58,7 @@ class Setup:
     keep_every: int | None = None
     latency_s: float = 0.02
     votes: bool = False
+    spread: bool = False
     faults_s: float = 300.0
     quiet_s: float = 5.0
 
@@ -81,7 +79,7 @@ class Job:
         self.setup, self.clock = setup, CLOCK
         CLOCK.scheduler, CLOCK.offset_s = Scheduler(), {}
         memory.reset()
-        seams.forget(seed)
+        seams.forget(seed, spread=setup.spread)
         replicas.forget(self)
         voting.forget()
         wakers.clear()
@@ -99,6 +97,11 @@ class Job:
         self.mute: set[int] = set()
         self.deaf: dict[int, dict[str, bytes]] = {}
         self.echoes = 0.0  # share of messages that come twice
+        self.failing: Any = None  # the step that fails
+        self.error = ""  # of the script, that ended the worker group
+        self.skip: tuple[int, list[int]] | None = None  # what the present generation leaves out, and at which step
+        self.full: set[int] = set()  # nodes whose memory is full
+        self.on_empty: Callable[[], None] = lambda: None  # called where a start finds an empty root
         self.resting = set(range(setup.nodes + setup.spares))  # nodes whose relays learn nothing at present
         self.nodes = [Node(self, index) for index in range(setup.nodes + setup.spares)]
         self.wanted = setup.nodes
@@ -110,7 +113,7 @@ class Job:
         self._starting = False
         self._began_s, self._may_pass = 0.0, False
         self.agents = Agents()
-        self._asked: Counter[int] = Counter()
+        self.asked: tuple[Counter[int], int] = Counter(), 0  # requests by node and commits, until the last minute began
         self.committed_at: dict[SnapshotId, float] = {}
         self.on_claim: list[Callable[[SnapshotId], object]] = []  # what waits for the next claim of a deletion
         self.on_start: list[Callable[[list[Rank]], object]] = []  # and for the next start
@@ -156,6 +159,7 @@ class Job:
 
     def committed(self, identity: SnapshotId) -> None:
         """Something was committed."""
+        promises.committed(self, identity)
         watches.nothing_is_passed_over(self, identity)
         self.committed_at[identity] = CLOCK.scheduler.now
         self.note("commits")
@@ -171,19 +175,7 @@ class Job:
         for node in self.nodes:
             self.start_agent(node)
         self.start_soon()
-        self.later(60.0, self._count_requests)
-
-    def _count_requests(self) -> None:
-        """No node asks the root without end, whatever fails."""
-        for node, count in self.bucket.requests.items():
-            asked = count - self._asked[node]
-            self.counts["most requests of a node in a minute"] = max(
-                self.counts["most requests of a node in a minute"], asked
-            )
-            if asked > MOST_REQUESTS:
-                raise Violation("bounded requests", f"{asked} of node {node} in a minute")
-        self._asked = Counter(self.bucket.requests)
-        self.later(60.0, self._count_requests)
+        self.later(promises.MINUTE_S, partial(promises.count_requests, self))
 
     def start_agent(self, node: Node) -> None:
         """An agent starts on a machine."""
@@ -266,7 +258,9 @@ class Job:
             return
         ran_s, may_pass = CLOCK.scheduler.now + self.skipped[1] - self._began_s, self._may_pass
         step = self.step + self.skipped[0]
-        decided, self._may_pass = self.agents.judge(nodes, step=step, ran_s=ran_s, may_pass=may_pass), False
+        error, self.error = self.error, ""
+        decided = self.agents.judge(nodes, step=step, ran_s=ran_s, may_pass=may_pass, error=error)
+        self._may_pass = False
         self.say("agents", f"end the other ranks: {decided.reason}")
         self.end_group()
         for node in nodes:
@@ -315,11 +309,11 @@ class Job:
             self.failed_s = None
         restored = found.identity if found.source == "memory" else None
         superseded = found.identity if found.source == "storage" else None
+        self.skip = samples.left_out(self.step, found.data, found.left_out)
+        self.note("samples left out", len(self.skip[1]) if self.skip else 0)
         for rank in ranks if not found.has_begun else ():
-            CLOCK.scheduler.call_as(
-                rank.process,
-                partial(rank.begin_life, record, found.chain, found.data, restored, superseded, self.setup.per_node),
-            )
+            begin = partial(rank.begin_life, record, found.chain, found.data, restored, superseded)
+            CLOCK.scheduler.call_as(rank.process, partial(begin, self.setup.per_node, found.left_out))
         if self.setup.replicate and len(self.firsts) > 1:
             replicas.write_session(self, ranks, record, restored, superseded)
         self.later(self.setup.step_s, lambda: self._train(ranks, number))
@@ -329,6 +323,8 @@ class Job:
         self.say("ranks", f"could not begin: {error}")
         self._may_pass = error.may_pass
         self.note("failed starts")
+        if error.is_empty:
+            self.on_empty()
         CLOCK.scheduler.kill(process)
 
     def write_config(self, ranks: list[Rank]) -> None:
@@ -355,6 +351,11 @@ class Job:
         if late > now or any(rank.writer is not None for rank in ranks):
             self.later(max(late - now, 0.2), lambda: self._train(ranks, number))
             return
+        if self.failing is not None and self.failing.step == self.step + 1 and self.failing.left:
+            self.failing.left -= 1
+            self.error = "the same error"
+            self.kill(ranks[0].process)
+            return
         if (self.step + 1) % self.setup.persist_every == 0:
             self.on_cycle()
         self.step += 1
@@ -363,8 +364,8 @@ class Job:
         generation = ranks[0].record.number
         before, drawn = ranks[0].chain, [sample for rank in ranks for sample in rank.sampler.next_ids().tolist()]
         chain = hashlib.blake2b(f"{ranks[0].chain} {generation} {step}".encode(), digest_size=12).hexdigest()
-        self.rules.trained_on(before, chain, drawn, poison=self.poison)
-        self.poison = 0
+        self.rules.trained_on(before, chain, drawn, step=step, poison=self.poison, skip=self.skip)
+        self.poison, self.skip = 0, None
         for rank in ranks:
             rank.chain = chain
             rank.sampler.commit()

@@ -26,6 +26,7 @@ class Lineages:
         self._begun: dict[int, dict[int, State | None]] = defaultdict(dict)  # by number and mark
         self._claims: dict[int, int] = {}  # the mark of each claim on the root
         self._running = (0, 0)  # number and mark of what goes on now, whether it is claimed or not
+        self._behind: dict[int, int] = {}  # number and mark of those that it came of
         self._used: set[tuple[int, int]] = set()  # number and mark of generations that took a snapshot
 
     def _ancestors(self, number: int, mark: int, known: dict[int, int] | None = None) -> dict[int, SnapshotId | None]:
@@ -55,6 +56,10 @@ class Lineages:
         )
         return mark if is_used else 0
 
+    def claimed_mark(self, number: int) -> int | None:
+        """Return the mark of the claim of a number on the root; None where nobody has claimed it."""
+        return self._claims.get(number)
+
     def says_the_same(self, record: Generation) -> bool:
         """Whether the claim of a generation on the root, where there is one, has the parent that its ranks know."""
         is_its = self._claims.get(record.number) == mark_of(record.token)
@@ -67,8 +72,17 @@ class Lineages:
 
     def _counts(self, state: State) -> bool:
         number, mark = self._running
-        is_running = state.identity.generation == number
-        return (mark if is_running else self.owner(state.identity.generation)) in (0, state.mark)
+        if state.identity.generation != number:  # what goes on now has chosen, also between those of which nothing came
+            number = state.identity.generation
+            mark = self._behind[number] if number in self._behind else self.owner(number)
+        return mark in (0, state.mark)
+
+    def _goes_on(self, number: int, mark: int) -> None:
+        """All ranks go on with a generation now."""
+        self._running, self._behind = (number, mark), {}
+        while (parent := self._begun[number].get(mark)) is not None and parent.identity.generation > 0:
+            number, mark = parent.identity.generation, parent.mark
+            self._behind[number] = mark
 
     def line(self, newest: int, parents: dict[int, SnapshotId | None]) -> dict[int, float]:
         """Return what survives of each generation from where one stands: the last step."""

@@ -6,7 +6,7 @@ import contextlib
 import json
 import mmap
 import os
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -30,9 +30,10 @@ from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.messages import MessageFiles
 from flashckpt.shm.segment import Segment
 from flashckpt.snapshot.segments import RankSegments
-from simulation import memory, seams, watches
+from simulation import memory, promises, seams, watches
 from simulation.clock import CLOCK, Killed, Process
-from simulation.states import BATCH, SAMPLES, State, table_of, whole_of
+from simulation.samples import sampler_at
+from simulation.states import State, table_of, whole_of
 
 if TYPE_CHECKING:
     from simulation.job import Job
@@ -51,7 +52,7 @@ class Node:
         agent: Process that starts ranks here; None where none runs.
         restart: Starts under this agent.
         agents: How many agents have run here.
-        budget, steps, stores: What its agent decides with.
+        budget, steps, stores, way_back, went_back: What its agent decides with, and how often it went back after an error.
         failures: Of worker groups, that its agent has seen since the job came 20 steps further.
         highest: The most steps at one of them.
         persister: The daemon's process; None where none runs.
@@ -68,6 +69,8 @@ class Node:
     budget: Any = None
     steps: Any = None
     stores: Any = None
+    way_back: Any = None
+    went_back: Counter[tuple[str, int]] = field(default_factory=Counter)
     failures: int = 0
     highest: int = -1
     slowness: float = 1.0
@@ -289,11 +292,12 @@ class Rank:
         return segment
 
     def begin_life(self, record: Generation, chain: str, data: str, restored: SnapshotId | None,
-                   superseded: SnapshotId | None, locals_: int) -> None:  # fmt: skip
-        """Start to train from a restored state, and from its position in the data."""
-        self.sampler = ElasticSampler(SAMPLES, dp_rank=self.rank, dp_size=record.world_size, global_batch_size=BATCH)
-        if data:
-            self.sampler.load_state_dict(json.loads(data))
+                   superseded: SnapshotId | None, locals_: int, left_out: tuple[int, int] = (0, 0)) -> None:  # fmt: skip
+        """Start to train from a restored state, and from its position in the data, without the samples of some steps."""
+        self.sampler = sampler_at(data, self.rank, record.world_size)
+        done = 0 if record.parent is None else record.parent.step
+        if data and left_out[1] > done:
+            self.sampler.leave_out(done, *left_out)
         self.record, self.chain, self.superseded = record, chain, superseded
         first = self.local == 0
         control = self.node.control
@@ -331,6 +335,7 @@ class Rank:
         if writer is None:
             self.acks.publish(self.segments.complete(), low_watermark=id_)
             self.job.note("skips", 1)
+            promises.skipped(self.job, id_)
             return
         if request.persist:
             self.wanted.begun(id_)
@@ -391,5 +396,4 @@ def make_segment(path: Any, spec: SegmentSpec) -> Segment:
     return segment
 
 
-Later = Callable[[float, Callable[[], None]], None]
 __all__ = ["Carrier", "Killed", "Node", "Rank", "make_segment"]

@@ -20,6 +20,7 @@ from typing import Any
 from support.paths import ROOT
 
 from simulation.bugs import DEFENDED, HUNTS, MUTANTS, Hunt, Mutant
+from simulation.later_bugs import LATER, LATER_HUNTS
 from simulation.more_bugs import MORE, MORE_HUNTS
 
 BUSY: dict[str, object] = {"step_s": 1.0, "persist_every": 2, "faults_s": 40.0}
@@ -53,7 +54,9 @@ def stories(mutant: Mutant, seeds: int) -> Iterator[tuple[str, tuple[Any, ...]]]
     from simulation.plan import draw
     from simulation.seeds import SEEDS
 
-    sought = next((one for word, one in {**MORE_HUNTS, **HUNTS}.items() if word in mutant.name), Hunt(()))
+    sought = next(
+        (one for word, one in {**LATER_HUNTS, **MORE_HUNTS, **HUNTS}.items() if word in mutant.name), Hunt(())
+    )
     kinds = ({**LONGER, **sought.fixed}, {**BUSY, **sought.fixed})
     new = ((str(seed), (seed, *draw(seed, sought.kinds, **kinds[seed % 2]))) for seed in range(1, seeds + 1))
     known = ((f"named {at}", (one.seed, one.setup, one.faults)) for at, one in enumerate(SEEDS, start=1))
@@ -119,7 +122,7 @@ def _answer(there: Any, mutant: Mutant, control: str, limits: dict[str, Any]) ->
 def main(arguments: list[str]) -> int:
     """Hunt all of them, or those whose name contains a word; the exit code is the number of those that got away."""
     parser = argparse.ArgumentParser(prog="simulation.mutants", description=__doc__)
-    parser.add_argument("--new", action="store_true", help="those of `more_bugs` alone")
+    parser.add_argument("--new", action="store_true", help="those of `more_bugs` and `later_bugs` alone")
     parser.add_argument("--only", default=[""], nargs="+", help="parts of names")
     parser.add_argument("--seeds", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=1e9, help="of a processor, for each")
@@ -127,7 +130,9 @@ def main(arguments: list[str]) -> int:
     chosen = parser.parse_args(arguments)
     import torch  # noqa: F401 -- once, before the processes fork: it takes longer than many seeds
 
-    hunted = [one for one in ([] if chosen.new else MUTANTS) + MORE if any(part in one.name for part in chosen.only)]
+    hunted = [
+        one for one in ([] if chosen.new else MUTANTS) + MORE + LATER if any(part in one.name for part in chosen.only)
+    ]
     missed, found = 0, 0
     limits = {"seeds": chosen.seeds, "seconds": chosen.seconds}
     for mutant, answer in side_by_side(hunted, chosen.workers, **limits):

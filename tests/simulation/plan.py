@@ -18,6 +18,7 @@ from simulation.endings import ENDINGS
 from simulation.hazards import HAZARDS, kill_node, other_job
 from simulation.job import Job, Setup
 from simulation.machines import Node
+from simulation.setbacks import SETBACKS
 from simulation.start_hazards import START_HAZARDS
 
 
@@ -340,6 +341,7 @@ KINDS: dict[str, Callable[[Job, int, float], None]] = {
     **HAZARDS,
     **ENDINGS,
     **START_HAZARDS,
+    **SETBACKS,
 }
 
 
@@ -368,6 +370,7 @@ def draw(seed: int, kinds: Sequence[str] = (), **fixed: object) -> tuple[Setup, 
     if Random(f"{seed} far").random() < 0.1:
         values["latency_s"] = 0.6
     values["votes"] = Random(f"{seed} votes").random() < 0.75
+    values["spread"] = Random(f"{seed} spread").random() < 0.25
     values |= fixed
     if nodes > 1 and Random(f"{seed} replicas").random() < 0.25:
         values |= {"replicate": 1 + seed // 2 % 2, "slots": 3 + seed % 2}

@@ -5,7 +5,7 @@ No rule may be broken in them; what they are about is counted, so that a story t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from simulation.job import Setup
 from simulation.plan import Fault
@@ -61,4 +61,21 @@ REPORTS = [
            [Fault(40.0, "restart node", 0, 0.2), Fault(41.0, "restart node", 1, 0.3), Fault(80.0, "lose node", 2, 0.1),
             Fault(90.0, "restart node", 0, 0.1)], setup=Setup(nodes=2, spares=2, persist_every=5, step_s=1.0, faults_s=150.0),
            told="start 2 ranks on n2, n3"),
+    Report("a lifecycle rule empties the bucket under a job that runs, and again while it is started",
+           [Fault(30.0, "root is emptied", 1, 0.1), Fault(68.0, "root is emptied", 1, 0.9)],
+           setup=replace(_BUSY, votes=True, persist_every=20),
+           least={"emptied roots": 2, "emptied roots that a person was told of": 1, "commits": 3},
+           told="no longer the root that this job has written to"),
+    Report("a step fails from every state, until its samples are left out",
+           [Fault(40.0, "a step fails", 0, 0.5)], setup=replace(_BUSY, votes=True),
+           least={"failures that went further back": 4, "samples left out": 8}, told="--escalate"),
+    Report("partners have no room for replicas, and readers hold what they keep",
+           [Fault(0.5, "replica slots are held", 1, 0.1), Fault(0.6, "replica slots are held", 3, 0.1),
+            *(Fault(50.0 + 4 * turn, "replica slots are held", 2 * turn, 0.9) for turn in range(6)), Fault(130.0, "lose node", 1)],
+           setup=replace(_BUSY, nodes=3, slots=4, replicate=1),
+           least={"replicas that found no memory": 1, "replicas that found no slot": 1, "replicated": 5}),
+    Report("a large job commits indexes by their names, and is restored by as many and by fewer nodes",
+           [Fault(60.0, "lose all nodes", 0, 0.1), Fault(90.0, "resize", 0), Fault(110.0, "lose all nodes", 0, 0.1)],
+           setup=replace(_BUSY, nodes=3, spares=0, spread=True, votes=True), least={"commits that name indexes": 4},
+           told="start 1 ranks"),
 ]  # fmt: skip

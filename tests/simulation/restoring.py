@@ -20,7 +20,7 @@ from flashckpt.core.manifest import Manifest
 from flashckpt.core.records import digest
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import DamagedError, FlashckptError, may_pass
-from flashckpt.planning.inventory import Inventory, memory_is_current, node_names, unpack_all
+from flashckpt.planning.inventory import Inventory, left_out, memory_is_current, node_names, unpack_all
 from flashckpt.planning.selection import Candidate, Candidates, RootSummary, missing_on_root, refuse_damage, select
 from flashckpt.restore import gather
 from flashckpt.shm import agent_folder
@@ -38,9 +38,9 @@ _ROOT = "sim://root"
 
 
 class RestoreFailed(Exception):  # noqa: N818
-    """The start ends, and the agents try again; `may_pass`: for want of storage."""
+    """The start ends, and the agents try again; `may_pass`: for want of storage; `is_empty`: the root has lost its checkpoints."""
 
-    may_pass = False
+    may_pass = is_empty = False
 
 
 class UncoveredError(DamagedError):
@@ -57,6 +57,7 @@ class Restored:
     chain: str
     data: str
     has_begun: bool = False  # each rank for itself
+    left_out: tuple[int, int] = (0, 0)  # the steps whose samples are
 
 
 class Restore:
@@ -85,7 +86,8 @@ class Restore:
             refuse_damage(inventories, "job")
             best = job.rules.best_for({str(rank.node.folder) for rank in self.ranks}, prefers_clean=True)
             root = None
-            if self.step is not None or not memory_is_current(inventories):
+            back = max(one.back for one in inventories)
+            if self.step is not None or not memory_is_current(inventories) or back:
                 root = self._ask(inventories)
             candidate, chain, root, found = self._search(inventories, root)
             identity = candidate.identity if candidate is not None else None
@@ -104,12 +106,14 @@ class Restore:
                     wanted=self.step,
                     asked=asked,
                     records=[one.generation for one in inventories if one.generation],
+                    back=back,
                 )
             record = self._claim(found, identity, root)
         except FlashckptError as error:
-            raise _failed(error) from error
+            raise failed(error) from error
         source = "fresh" if candidate is None else "storage" if candidate.on_root else "memory"
-        return Restored(record, identity, source, chain, self._data if identity is not None else "")
+        data = self._data if identity is not None else ""
+        return Restored(record, identity, source, chain, data, left_out=left_out(inventories))
 
     # -- what there is ---------------------------------------------------------------------------------------
 
@@ -123,7 +127,7 @@ class Restore:
         return Inventory(
             node=f"{node.name}.{node.life}", slots=tuple(gather._slots(directory)), generation=lineage,
             restart=seams.under_agent(node.agent_folder, node.restart, lambda: gather._restarts(directory)), members=tuple(gather._members(directory)), host=node.name,
-            committed=gather._committed(directory), damage=damage,
+            committed=gather._committed(directory), damage=damage, back=node.way_back.back, leave_out=node.way_back.leave_out,
             has_claimed=(directory.path / gather.CLAIMS).exists(),
         )  # fmt: skip
 
@@ -135,8 +139,12 @@ class Restore:
                 break
             CLOCK.scheduler.sleep(pause_s)
         is_emptied = missing_on_root(inventories, root, select(inventories, root)) is not None
-        if is_emptied and self.step is None and not self.job.counts["operator"]:
-            raise Violation("a root that is not empty is not called so", str(self.job.rules.committed))
+        if is_emptied and self.step is None:
+            if not self.job.counts["operator"]:
+                raise Violation("a root that is not empty is not called so", str(self.job.rules.committed))
+            error = RestoreFailed("the root holds no checkpoint, although some were committed on it")
+            error.is_empty = True
+            raise error
         return root
 
     def _search(self, inventories: Sequence[Inventory], root: RootSummary | None) -> tuple[Any, str, Any, Any]:
@@ -254,10 +262,11 @@ class Restore:
         return wanted
 
 
-def _failed(error: FlashckptError) -> RestoreFailed:
-    failed = RestoreFailed(str(error).splitlines()[0])
-    failed.may_pass = may_pass(error)
-    return failed
+def failed(error: Exception) -> RestoreFailed:
+    """Return how a start ends."""
+    found = RestoreFailed(str(error).splitlines()[0])
+    found.may_pass, found.is_empty = may_pass(error), "holds no checkpoint, although" in str(error)
+    return found
 
 
 def _call(rank: Rank, work: Callable[[], object]) -> None:
@@ -278,4 +287,4 @@ def _pin(node: Node, rank: int, candidate: Candidate) -> Any:
     return None
 
 
-__all__ = ["Restore", "RestoreFailed", "Restored"]
+__all__ = ["Restore", "RestoreFailed", "Restored", "failed"]

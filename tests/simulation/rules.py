@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
-from flashckpt.checkpoint.root_records import TOMBSTONE, decode_claim, parse_prefix, prefix_of
+from flashckpt.checkpoint.root_records import TOMBSTONE, decode_claim, parse_prefix
 from flashckpt.core.lineage import Generation
-from flashckpt.core.manifest import decode_manifest
-from flashckpt.core.records import digest, mark_of
+from flashckpt.core.records import mark_of
 from flashckpt.core.snapshot_id import NOTHING, SnapshotId
-from flashckpt.errors import FlashckptError
-from simulation import memory, watches
+from simulation import memory, watches, wholeness
 from simulation.clock import CLOCK
 from simulation.lineages import Lineages
-from simulation.states import BATCH, SAMPLES, State, bytes_of
+from simulation.samples import Samples
+from simulation.states import State
 from simulation.watches import Violation
 
 if TYPE_CHECKING:
@@ -25,19 +24,18 @@ KNOWN_AFTER_S = 60.0
 """Virtual seconds after which a claim is known to all that may write."""
 
 
-class Rules(Lineages):
+class Rules(Lineages, Samples):
     """The truth about one simulation.
 
     Attributes:
-        truth: The state and the world of each snapshot that was ever begun.
         ever: All that ever were.
         kept: What an operator has marked, and was told so.
     """
 
     def __init__(self, job: Job) -> None:
-        super().__init__()
+        Lineages.__init__(self)
+        Samples.__init__(self)
         self.job = job
-        self.truth: dict[State, tuple[str, int]] = {}
         self.taken_at: dict[SnapshotId, float] = {}
         self.ever: set[SnapshotId] = set()
         self._claimed_s: dict[int, float] = {}  # when each was
@@ -46,18 +44,19 @@ class Rules(Lineages):
         self.folders: set[str] | None = None  # of the machines of the present worker group; what others hold is lost
         self._named: set[SnapshotId] = set()  # on the root, though packs may be damaged
         self._best: State | None = None
-        self._drawn: dict[str, list[int]] = {}  # by state: how often each sample was trained
         self.kept: set[SnapshotId] = set()
-        self._bad: dict[str, int] = {}  # states in which numbers are NaN: of all ranks, or of that one alone
         self._buried: set[SnapshotId] = set()  # by the product
         self._everywhere = NOTHING  # in the generation that runs, with replicas
         self._promised: SnapshotId | None = None  # the same, until a node or a persister is lost
         self.renewed_s = defaultdict[str, list[float]](list)  # of each lease
+        self._tombs_s: dict[SnapshotId, float] = {}  # when a tombstone was written in its place
         self._removed_s: dict[SnapshotId, float] = {}  # when a person removed it, or the storage lost some of it
         self.rotten: set[SnapshotId] = set()  # bits of it turned over in memory
         self._given_up = NOTHING  # the newest that was
         self.cut_short: dict[SnapshotId, float] = {}  # when its MANIFEST was
         self.discarded = set[SnapshotId]()  # by a rank, though to be persisted
+        self.is_emptied = False  # the root, and nothing was committed since
+        self.told: dict[str, SnapshotId] = {}  # what was said to be committed, by folder
 
     # -- lineage ---------------------------------------------------------------------------------------------
 
@@ -76,7 +75,7 @@ class Rules(Lineages):
         self.parents.setdefault(record.number, record.parent)
         if starts:
             self._promised, self._everywhere = None, SnapshotId(record.number, -1)
-            self._running = record.number, mark
+            self._goes_on(record.number, mark)
             self.parents = self._ancestors(record.number, mark)
         self._best = self.best()
 
@@ -86,6 +85,12 @@ class Rules(Lineages):
 
     def best_for(self, folders: set[str] | None, *, prefers_clean: bool = False) -> State | None:
         """Return the newest, or the newest clean one, that can be proved with the memory of some machines alone."""
+        alive = self._alive(folders, prefers_clean=prefers_clean)
+        clean = [one for one in alive if not self.is_bad(one)] if prefers_clean else []
+        return max(clean or alive, default=None)
+
+    def _alive(self, folders: set[str] | None, *, prefers_clean: bool = False) -> list[State]:
+        """Return all that can be proved so, and that nothing has rolled back."""
         holders: dict[State, set[int]] = defaultdict(set)
         own = set[State]()  # some rank's own memory holds it: what all ranks hold alike is in no replica
         for text, ids in self._held.items():
@@ -102,32 +107,11 @@ class Rules(Lineages):
             and not (prefers_clean and one.identity in self.rotten)
         ]
         bounds = self.line(max(self.parents, default=0), self.parents)
-        alive = [
+        return [
             one
             for one in [*found, *self.committed.values()]
             if one.identity.step <= bounds.get(one.identity.generation, -1)
         ]
-        clean = [one for one in alive if not self.is_bad(one)] if prefers_clean else []
-        return max(clean or alive, default=None)
-
-    # -- data ------------------------------------------------------------------------------------------------
-
-    def trained_on(self, before: str, chain: str, drawn: list[int], *, poison: int) -> None:
-        """A step turns one state into the next with some samples, those of all ranks; `poison` makes it bad for one of them."""
-        if bad := -1 if before in self._bad else poison:
-            self._bad[chain] = bad
-        counts = list(self._drawn.get(before, [0] * SAMPLES))
-        for sample in drawn:
-            counts[sample] += 1
-        if len(drawn) != BATCH or max(counts) - min(counts) > 1:
-            raise Violation("no sample twice or lost", f"{sorted(drawn)} after {sum(counts) - len(drawn)} samples")
-        self._drawn[chain] = counts
-
-    def is_bad(self, state: State, rank: int | None = None) -> bool:
-        """Whether numbers are NaN in a snapshot, or in what one rank holds of it."""
-        chain, world = self.truth[state]
-        bad = self._bad.get(chain, 0)
-        return bad != 0 if rank is None else bad < 0 or (bad > 0 and bad % world == rank)
 
     # -- memory ----------------------------------------------------------------------------------------------
 
@@ -200,6 +184,8 @@ class Rules(Lineages):
             self._manifest_changed(identity, before, after)
         elif folder == "generations" and kind == "put" and before is not None and before != after:
             raise Violation("one claim per number", f"the claim {key} was written over")
+        elif self.job.is_operator and kind == "delete":
+            return
         elif folder == "intents" and kind == "delete" and not name.endswith(".abandoned"):
             watches.intent_closed(self.job, name, max(self._given_up, *self.ever, NOTHING))
         elif folder == "keep" and (after or b"").startswith(TOMBSTONE) and (identity := parse_prefix(name)):
@@ -223,11 +209,15 @@ class Rules(Lineages):
         elif kind == "delete" and (identity := parse_prefix(folder)) in self.committed and name.startswith("r"):
             raise Violation("no data goes before its tombstone", f"{key} was deleted while {folder} is committed")
         elif (identity := parse_prefix(folder)) in self.committed and name.startswith("r") and before != after:
-            self._check_whole(identity)
+            assert identity is not None
+            wholeness.check(self.job, identity)
 
     def _manifest_changed(self, identity: SnapshotId, before: bytes | None, after: bytes | None) -> None:
         was = identity in self.committed
+        if after is None and before is not None and before.startswith(TOMBSTONE) and not self.job.is_operator:
+            watches.tombstone_goes(identity, self._tombs_s.get(identity, -1e9))
         if after is not None and after.startswith(TOMBSTONE):
+            self._tombs_s[identity] = CLOCK.scheduler.now
             self._given_up = max(self._given_up, watches.buried(self.job, identity, before))
         if after is not None and not after.startswith(TOMBSTONE):
             if before is not None and before != after and not self.job.is_operator:
@@ -240,11 +230,12 @@ class Rules(Lineages):
             is_over = identity.step > self.line(max(known, default=0), known).get(identity.generation, float("inf"))
             if is_over and not stopped:
                 raise Violation("nothing that was rolled back is committed", f"{identity}")
-            self.committed[identity] = self._state_of(identity)
+            self.committed[identity] = wholeness.state_of(self.job, identity)
             self._named.add(identity)
             self.ever.add(identity)
+            self.is_emptied = False
             if CLOCK.scheduler.now - self._removed_s.get(identity, -1e9) > self.look_s():  # since then it was looked at
-                self._check_whole(identity)
+                wholeness.check(self.job, identity)
             self._best = max(filter(None, (self._best, self.best())), default=None)
             self.job.committed(identity)
             return
@@ -268,39 +259,6 @@ class Rules(Lineages):
         has_stopped = process is not None and CLOCK.scheduler.now - process.paused_until < self.look_s()
         if record is not None and record.number < newest and not name.startswith("ready") and not has_stopped:
             raise Violation("who is fenced decides nothing", f"intent {name} of {record.number}, not {newest}")
-
-    def _state_of(self, identity: SnapshotId) -> State:
-        manifest = decode_manifest(self.job.bucket.objects[f"{prefix_of(*identity)}/MANIFEST"][0], rows=False)
-        return State.of(identity, manifest.token)
-
-    def _check_whole(self, identity: SnapshotId | None) -> None:
-        """Read a checkpoint as it lies there, and compare it with what was trained."""
-        assert identity is not None
-        prefix, objects = prefix_of(*identity), self.job.bucket.objects
-        state = self.committed[identity]
-        if state not in self.truth:
-            raise Violation("only what was taken is committed", f"{identity} was never taken")
-        if self._claims.get(identity.generation, state.mark) != state.mark:
-            raise Violation("one committed state per id", f"{identity} is of a generation that lost its number")
-        chain, world = self.truth[state]
-        try:
-            manifest = decode_manifest(objects[f"{prefix}/MANIFEST"][0])
-        except FlashckptError as error:
-            raise Violation("what is committed is whole", f"MANIFEST of {identity}: {error}") from None
-        table, names = manifest.table, manifest.objects
-        if manifest.identity != identity or manifest.values.get("chain") != chain:
-            raise Violation("what is committed is whole", f"MANIFEST of {identity} is of another state")
-        rows = 0
-        for row in range(len(table.nbytes)):
-            name, start, nbytes = names[int(table.object_id[row])], int(table.byte_offset[row]), int(table.nbytes[row])
-            raw = objects.get(f"{prefix}/{name}", (b"", 0.0))[0][start : start + nbytes]
-            rank = int(table.offsets[table.dim_start[row]]) if table.fqn(row) == "weight" else -1
-            wanted = bytes_of(chain, rank)[0 if rank >= 0 else 1]
-            rows += rank >= 0
-            if raw != wanted or digest(raw) != int(manifest.digests[int(table.first_chunk[row])]):
-                raise Violation("what is committed is whole", f"{identity}: bytes of {table.fqn(row)}, rank {rank}")
-        if rows != world:
-            raise Violation("what is committed is whole", f"{identity}: {rows} of {world} ranks")
 
     def look_s(self) -> float:
         """Return seconds in which what was looked at may have changed before it is acted on."""
@@ -339,6 +297,17 @@ class Rules(Lineages):
         if identity in self.kept:
             raise Violation("nothing that retention protects is deleted", f"{identity} has a keep mark")
 
+    def surplus(self) -> list[SnapshotId]:
+        """Return what is on the root although retention does not keep it."""
+        if (last := self.job.setup.keep_last) is None:
+            return []
+        bounds, every = self.line(max(self.on_root, default=0), self.on_root), self.job.setup.keep_every
+        alive = {one for one in self.committed if one.step <= bounds.get(one.generation, -1)}
+        ordered = sorted(self.committed, key=lambda one: (one in alive, one), reverse=True)
+        clean = [one for one in ordered if not self.is_bad(self.committed[one])]
+        keeps = {*ordered[:last], *clean[:last], *self.kept, *(one for one in alive if every and one.step % every == 0)}
+        return sorted(self.committed.keys() - keeps)
+
     def marked(self, identity: SnapshotId) -> None:
         """`flashckpt keep` said that a checkpoint is kept."""
         if identity in self._buried:
@@ -351,10 +320,19 @@ class Rules(Lineages):
         self._removed_s[identity] = CLOCK.scheduler.now
         self._best = self.best()
 
+    def root_emptied(self) -> None:
+        """A person, or a script, removed all that was on the root."""
+        self._claims.clear()
+        self.on_root.clear()
+        self.kept.clear()
+        self._best = self.best()
+
     # -- what is said ----------------------------------------------------------------------------------------
 
-    def said(self, committed: SnapshotId | None) -> None:
-        """A persister says what is committed."""
+    def said(self, committed: SnapshotId | None, folder: str) -> None:
+        """A persister says what is committed, in the folder of its job."""
+        if committed is not None:
+            self.told[folder] = committed
         if committed is not None and committed not in self.ever:
             raise Violation("only what is committed is called so", f"{committed}")
 
@@ -367,6 +345,7 @@ class Rules(Lineages):
         wanted: int | None,
         asked: bool,
         records: list[Generation],
+        back: int = 0,
     ) -> None:
         """All ranks have restored.
 
@@ -377,6 +356,7 @@ class Rules(Lineages):
             wanted: The step that somebody asked for.
             asked: Whether the root has answered.
             records: What the nodes that start know of generations.
+            back: How far back the agents ask to go.
         """
         if state is None:
             if best is not None:
@@ -392,6 +372,9 @@ class Rules(Lineages):
         line = self._ancestors(newest, known.get(newest, 0), known)
         if identity.step > self.line(newest, line).get(identity.generation, -1):
             raise Violation("nothing that was rolled back is restored", f"{identity}")
+        if back:
+            watches.went_back(self, identity, back)
+            return
         if asked and best is not None and identity.generation > max(self.parents, default=0):
             raise Violation("nothing that others went on without is restored", f"{identity}, not {best.identity}")
         if best is not None and self.is_bad(state) and not self.is_bad(best):

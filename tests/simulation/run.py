@@ -8,18 +8,12 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from flashckpt.checkpoint.retention import KEEP, Policy
-from flashckpt.checkpoint.root_records import TOMBSTONE, parse_prefix, prefix_of
-from flashckpt.core.snapshot_id import SnapshotId
-from flashckpt.daemon.persister.housekeeping import sweep_root
-from flashckpt.errors import FlashckptError
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Segment
-from simulation import endings, memory, replicas, seams, voting, watches
+from simulation import agents, endings, leftovers, replicas, seams, setbacks, voting, watches
 from simulation.calm import Calendar
 from simulation.clock import CLOCK, Process, Spins
 from simulation.job import Job, Setup
-from simulation.machines import Node
 from simulation.plan import KINDS, Fault, draw
 from simulation.states import State
 from simulation.storage import SimStore, Trouble
@@ -29,6 +23,8 @@ _current: list[Job] = []
 _draw = Random(0)
 LIVELY_S = 900.0
 """Virtual seconds without a fault after which something that was taken in them is committed."""
+EMPTIED_S = 120.0
+"""The same where nothing else went wrong than that somebody emptied the root."""
 READ_S = 120.0
 """And after which a person reads in the status that the run is fenced, and starts it again: the root is that of others."""
 
@@ -79,6 +75,8 @@ def prepare() -> None:
     replicas.install()
     watches.install()
     endings.install(lambda: _current[0])
+    setbacks.install(lambda: _current[0])
+    agents.install(lambda *_, **__: {one.step for one in _current[0].rules.committed})
     voting.install()
     kind: Any = Segment
     for name in ("_put_header", "_put_both_headers", "remove_names"):
@@ -87,7 +85,7 @@ def prepare() -> None:
 
     def write(self: JobDirectory, status: Any) -> None:
         job, process = _current[0], CLOCK.scheduler.process
-        job.rules.said(status.committed)
+        job.rules.said(status.committed, str(self.path))
         job.rules.replicated(status.replicated)
         if process is not None and job.errors.get(process.name, "") != (found := status.error.partition("\n")[0]):
             job.errors[process.name] = found
@@ -127,6 +125,7 @@ def simulate(
     setup, faults = setup or drawn[0], list(drawn[1] if faults is None else faults)
     _draw.seed(f"{seed} product")
     job = Job(setup, seed)
+    job.on_empty = partial(setbacks.told_of_it, job)
     _current[:] = [job]
     outcome = Outcome(seed, setup, faults)
     try:
@@ -156,8 +155,7 @@ def _run(job: Job, faults: Sequence[Fault], *, jumps: bool | None) -> None:
         scheduler.run(setup.faults_s)
     _calm(job)
     while not _is_lively(job):
-        # a persist step that a rank discards is no miss: the next one is persisted
-        lively_s = LIVELY_S + (3 * setup.persist_every * setup.step_s if setup.discards else 0.0)
+        lively_s = _lively_s(job)
         if scheduler.now >= job.calm_s + lively_s:
             raise Violation("liveness", f"nothing new was committed in {lively_s:.0f} s without a fault")
         if scheduler.now >= job.calm_s + READ_S and not job.counts["fenced"] and _is_fenced(job):
@@ -165,7 +163,16 @@ def _run(job: Job, faults: Sequence[Fault], *, jumps: bool | None) -> None:
             KINDS["restart all nodes"](job, 0, 0.0)
         scheduler.run(scheduler.now + 10)
     scheduler.run(scheduler.now + setup.quiet_s)
-    _leaks(job)
+    leftovers.check(job)
+
+
+def _lively_s(job: Job) -> float:
+    """Return the seconds within which something new is committed."""
+    cycles_s = 3 * job.setup.persist_every * job.setup.step_s
+    if job.met == {"root is emptied"} and not job.counts["failed starts"]:
+        return EMPTIED_S + cycles_s
+    # a step that a rank discards is no miss: the next one is persisted
+    return LIVELY_S + (cycles_s if job.setup.discards else 0.0)
 
 
 def _break(job: Job, fault: Fault) -> None:
@@ -184,6 +191,8 @@ def _calm(job: Job) -> None:
     job.mute.clear()
     job.deaf.clear()
     job.echoes = 0.0
+    job.failing = None
+    job.full.clear()
     for process in job.processes:
         CLOCK.scheduler.pause(process, 0.0)
         process.deadly_in = None
@@ -203,67 +212,6 @@ def _is_lively(job: Job) -> bool:
     return any(
         one.generation == running and at_s[one] > job.calm_s and one in job.rules.committed for one in job.committed_at
     )
-
-
-def _forgotten_pins(node: Node) -> list[SnapshotId]:
-    """Return what a persister holds pinned, and neither persists nor proposes."""
-    daemon = node.daemon
-    if node.persister is None or not node.persister.alive or daemon is None or daemon.persisting is None:
-        return []
-    machine = daemon.persisting.negotiation
-    used = {machine.candidate, None if machine.persist is None else machine.persist.intent.identity}
-    sought, there = daemon.persisting._seeker._held, node.directory.segments()
-    is_there = any(h.identity == sought and h.is_complete for path in there for h in Segment.attach(path).headers())
-    forgotten = [one for one in daemon.persisting._pins if one not in used]
-    return sorted(forgotten if sought is None or is_there else [*forgotten, sought])
-
-
-def _leaks(job: Job) -> None:
-    """Nothing is held for ever."""
-    for folder, files in memory.FILES.folders.items():
-        if not folder.endswith("/job"):
-            continue
-        for name, file in files.items():
-            if name.endswith(".seg"):
-                # beside what a rank writes: what is persisted or proposed, and what was found while the root was asked
-                pinned = [byte for byte, holders in file.locks.items() if byte and not all(holders.values())]
-                if len(pinned) > 2 + 2 * job.setup.replicate:
-                    raise Violation("no pin is held for ever", f"{folder}/{name}: {len(pinned)} slots")
-    if extra := [one for node in job.nodes for one in _forgotten_pins(node)]:
-        raise Violation("no pin is held for ever", f"{extra}, which nobody persists")
-    job.is_over = True
-    for process in list(job.processes):
-        process.on_death.clear()  # nobody starts anything any more
-        CLOCK.scheduler.kill(process)
-    process = job.process("sweeper", 0)
-    problem: list[str] = []
-    for hours in (2, 4, 6, 8):  # a folder that a late writer left something in takes three of them
-        CLOCK.offset_s[0] = 3600.0 * hours
-        CLOCK.scheduler.spawn(process, lambda: _sweep(job, problem))
-        CLOCK.scheduler.run(CLOCK.scheduler.now + 60)
-    if problem:
-        raise Violation("a sweep works", problem[0])
-    newest = max(job.rules.committed)
-    there = {KEEP + prefix_of(*one) for one in job.rules.committed}
-    if claims := [key for key in there & job.bucket.objects.keys() if job.bucket.objects[key][0].startswith(TOMBSTONE)]:
-        raise Violation("nothing leaks", f"{claims}: what is there is claimed for its deletion")
-    left = [key for key in job.bucket.keys if key.startswith("intents/0") and watches.identity_of(key[8:]) < newest]
-    if left:
-        raise Violation("nothing leaks", f"{left[:4]} although {newest} is committed")
-    names = {key.partition("/")[0] for key in job.bucket.keys if key.startswith("step-")}
-    ids = {parse_prefix(name) for name in names}
-    old = sorted(one for one in ids if one is not None and one < newest and one not in job.rules.committed)
-    if old and not job.counts["operator"]:
-        raise Violation("nothing leaks", f"folders of {old[:4]} although {newest} is committed")
-
-
-def _sweep(job: Job, problem: list[str]) -> None:
-    assert CLOCK.scheduler.process is not None
-    try:
-        policy = Policy(keep_last=job.setup.keep_last, keep_every=job.setup.keep_every)
-        sweep_root(job.connect(CLOCK.scheduler.process), policy, max(job.rules.committed, default=None))
-    except FlashckptError as error:
-        problem.append(str(error))
 
 
 def shrink(outcome: Outcome, limit: int = 60) -> Outcome:

@@ -174,12 +174,16 @@ controls: dict[str, Any] = {}
 """The control page of each node, by its path."""
 
 
-def forget(seed: int) -> None:
+def forget(seed: int, *, spread: bool) -> None:
     """Forget what the simulation before left in modules: one seed is one story, whatever was run earlier.
 
-    With odd seeds the ranks of a node, which are small here, share an object; with even ones each has its own.
+    With odd seeds the ranks of a node, which are small here, share an object; with even ones each has its own. With `spread` a job
+    of two ranks is a large one, whose MANIFEST names indexes.
     """
     _module("daemon.persister.flush").TOGETHER_BYTES = (seed % 2) << 23
+    _module("checkpoint.indexes").RANGED_FROM = 2 if spread else 64
+    merging = _module("checkpoint.merging")
+    merging.SPREAD_BYTES, merging.ROWS_PER_PATTERN_ROW = (0, 0) if spread else (8 << 20, 4)
     controls.clear()
     _module("checkpoint.catalog")._infos.clear()
     _module("checkpoint.writer")._upload_bytes_s.clear()

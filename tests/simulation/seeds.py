@@ -203,4 +203,10 @@ SEEDS = [
     # and again while they searched: who was late a second time named a step a whole interval ahead
     Seed("a discarded step costs one interval", 1,
          Setup(nodes=3, spares=0, step_s=3.0, persist_every=5, copy_s=0.1, discards=0.1, latency_s=0.005, faults_s=100.0), []),
+    # a script emptied the root; persisters that started again read it before the ranks did, and nobody was told
+    Seed("an emptied root is told of", 7, Setup(nodes=2, persist_every=20, step_s=1.0, copy_s=0.1, votes=True, faults_s=150.0),
+         [Fault(30.0, "root is emptied", 1, 0.1), Fault(68.0, "root is emptied", 1, 0.9)]),
+    # and again in the middle of a persist: all had written, and waited ten minutes for each other's indexes
+    Seed("liveness", 7, Setup(nodes=2, persist_every=5, step_s=1.0, copy_s=0.1, votes=True, faults_s=60.0),
+         [Fault(40.0, "root is emptied", 1, 0.1)]),
 ]  # fmt: skip

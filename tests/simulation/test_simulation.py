@@ -17,6 +17,7 @@ import pytest
 from support.paths import ROOT, TESTS
 
 from simulation.bugs import DEFENDED, HUNTS, MUTANTS
+from simulation.later_bugs import LATER, LATER_HUNTS
 from simulation.more_bugs import MORE, MORE_HUNTS
 from simulation.mutants import mutated
 
@@ -38,12 +39,13 @@ def in_a_child(work: Callable[[], Any]) -> Any:
     return json.loads(text)
 
 
-@pytest.mark.parametrize("mutant", [*MUTANTS, *MORE], ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", [*MUTANTS, *MORE, *LATER], ids=lambda mutant: mutant.name)
 def test_every_planted_bug_has_its_place(mutant: Any) -> None:
     assert len(MUTANTS) >= 40
-    assert DEFENDED.keys() < {one.name for one in MUTANTS}
+    assert DEFENDED.keys() < {one.name for one in [*MUTANTS, *MORE]}
     assert all(any(word in one.name for one in MUTANTS) for word in HUNTS)
     assert all(any(word in one.name for one in MORE) for word in MORE_HUNTS)
+    assert all(any(word in one.name for one in LATER) for word in LATER_HUNTS)
     compile(mutated(mutant), mutant.file, "exec")
 
 

@@ -19,6 +19,7 @@ from flashckpt.core.manifest import Manifest
 from flashckpt.core.shard import Shard
 from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.errors import FlashckptError, may_pass
+from flashckpt.planning.inventory import left_out
 from flashckpt.planning.read_plan import as_table
 from flashckpt.planning.selection import Candidate, RestoreRequest, RootSummary
 from flashckpt.restore import candidate, coordinator, gather, live_memory, sources, votes
@@ -34,7 +35,7 @@ from simulation import group, memory
 from simulation.clock import CLOCK
 from simulation.group import Group, GroupLostError
 from simulation.machines import Rank
-from simulation.restoring import Restored, RestoreFailed
+from simulation.restoring import Restored, failed
 from simulation.states import State, bytes_of
 from simulation.threads import Event
 from simulation.watches import Violation
@@ -161,7 +162,7 @@ class Start:
         try:
             self._run(self.ranks[0])
         except (FlashckptError, GroupLostError) as error:
-            raise _failed(error) from error
+            raise failed(error) from error
         while len(self._begun) < len(self.ranks):
             self._news.clear()
             self._news.wait(1e9)
@@ -171,7 +172,7 @@ class Start:
         try:
             self._run(rank)
         except (FlashckptError, GroupLostError) as error:
-            self.job.start_failed(rank.process, _failed(error))
+            self.job.start_failed(rank.process, failed(error))
 
     def _run(self, rank: Rank) -> None:
         """What `restore()` does of one rank, as `session.opening` has it."""
@@ -197,9 +198,10 @@ class Start:
         source = "fresh" if identity is None else "memory" if outcome.superseded is None else "storage"
         chain, data = (live.chain, live.data) if identity is not None else ("", "")
         restored = identity if source == "memory" else None
-        rank.begin_life(record, chain, data, restored, outcome.superseded, self.job.setup.per_node)
+        without = left_out(outcome.inventories) if identity is not None else (0, 0)
+        rank.begin_life(record, chain, data, restored, outcome.superseded, self.job.setup.per_node, without)
         self.job.note("ranks that voted")
-        self._begun.append(Restored(record, identity, source, chain, data, has_begun=True))
+        self._begun.append(Restored(record, identity, source, chain, data, has_begun=True, left_out=without))
         self._news.set()
 
     # -- what is looked at -------------------------------------------------------------------------------------
@@ -269,6 +271,12 @@ class Start:
         self._decided = decided
         self._state = None if parent is None else State.of(parent, live.token)
         best = self._best
+        told = [rules.told[folder] for rank in self.ranks if (folder := str(rank.node.folder)) in rules.told]
+        is_empty = root is not None and root.is_empty and not root.error and rules.is_emptied
+        if is_empty and self.step is None and any(map(rules.is_on_line, told)):
+            raise Violation(
+                "an emptied root is told of", f"a start went on with {parent}, though {max(told)} was there"
+            )
         # without an answer of the root memory goes on, whatever others did meanwhile: it is fenced once the root is there
         waited_s = CLOCK.scheduler.now - self._began_s
         is_behind = best is not None and (parent is None or parent < best.identity)
@@ -277,7 +285,8 @@ class Start:
         is_unsure = (root is not None and bool(root.error)) or (best is not None and rules.was_touched(best.identity))
         if not self._excused and not is_unsure:
             records, asked = [one.generation for one in inventories if one.generation], root is not None
-            rules.restored(self._state, chain, best=best, wanted=self.step, asked=asked, records=records)
+            back = max(one.back for one in inventories)
+            rules.restored(self._state, chain, best=best, wanted=self.step, asked=asked, records=records, back=back)
         rules.goes_on_in({str(rank.node.folder) for rank in self.ranks})
 
     def begins(self, record: Generation) -> None:
@@ -291,19 +300,21 @@ starts: dict[Any, tuple[Start, Rank]] = {}
 """The start of each process that is in one, and its rank."""
 
 
-def _failed(error: Exception) -> RestoreFailed:
-    failed = RestoreFailed(str(error).splitlines()[0])
-    failed.may_pass = may_pass(error)
-    return failed
-
-
 # -- in place of live state, and of the environment of a rank ------------------------------------------------------
 
 
 class _Environment:
     """What an agent gives its ranks."""
 
-    FLASHCKPT_BACK, FLASHCKPT_LEAVE_OUT, FLASHCKPT_RESTORE_STEP, LOCAL_WORLD_SIZE = 0, "", -1, 1
+    FLASHCKPT_RESTORE_STEP, LOCAL_WORLD_SIZE = -1, 1
+
+    @property
+    def FLASHCKPT_BACK(self) -> int:
+        return int(_rank().node.way_back.back) if CLOCK.scheduler.process in starts else 0
+
+    @property
+    def FLASHCKPT_LEAVE_OUT(self) -> str:
+        return "{}-{}".format(*_rank().node.way_back.leave_out) if CLOCK.scheduler.process in starts else ""
 
     @property
     def FLASHCKPT_RESTART(self) -> int:

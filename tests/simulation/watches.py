@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from flashckpt.checkpoint.retention import TOMBSTONE_AGE_S
 from flashckpt.checkpoint.root_records import prefix_of
 from flashckpt.core.lineage import Generation
 from flashckpt.core.snapshot_id import SnapshotId
@@ -170,6 +173,24 @@ def buried(job: Job, identity: SnapshotId, before: bytes | None) -> SnapshotId:
     return identity
 
 
+def tombstone_goes(identity: SnapshotId, written_s: float) -> None:
+    """A tombstone is removed: by whoever does it, it is older than a committer sleeps between its checks and its commit."""
+    process = CLOCK.scheduler.process
+    seems_s = CLOCK.scheduler.now - written_s + (0.0 if process is None else CLOCK.offset_s.get(process.node, 0.0))
+    if seems_s < TOMBSTONE_AGE_S - 1.0:
+        raise Violation("a tombstone stays for an hour", f"{identity} after {seems_s:.0f} s")
+
+
+def went_back(rules: Rules, identity: SnapshotId, back: int) -> None:
+    """A start restores something older than the last one did, since that fails: the second time a checkpoint, where there are some."""
+    began = next((one for _, one in sorted(rules.parents.items(), reverse=True) if one is not None), None)
+    older = [one for one in rules.committed if began is not None and one < began and rules.is_on_line(one)]
+    if began is not None and older and identity >= began:
+        raise Violation("the same failure goes further back", f"{identity} again, and the last began with {began}")
+    if back > 1 and older and identity not in rules.committed and not rules.was_touched(max(older)):
+        raise Violation("the same failure goes further back", f"{identity} is no checkpoint, and {older[:4]} are")
+
+
 def _holder_lives(job: Job, key: str, earlier: str) -> None:
     """Where nothing is wrong but that other writers are late, a holder that lives is not taken for dead."""
     holder, begun = job.holders.get(earlier), job.rules.renewed_s[earlier]
@@ -189,8 +210,14 @@ def _checked(pin_all: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _unforeseen(*arguments: object, **_: object) -> None:
+    """In place of `Logger.exception`, with which the product's loops report what they did not foresee."""
+    raise Violation("nothing unforeseen happens", f"{arguments[1]}: {sys.exc_info()[1]!r}")
+
+
 def install() -> None:
-    """Look at every pin that a persister takes, once per program."""
+    """Look at every pin that a persister takes, and at each error that nobody foresaw, once per program."""
+    logging.Logger.exception = _unforeseen  # type: ignore[method-assign]
     for name in ("coordinator", "seeker"):
         module: Any = importlib.import_module(f"flashckpt.daemon.persister.{name}")
         module.pin_all = _checked(module.pin_all)

@@ -95,6 +95,8 @@ class Stage:
         match words[0]:
             case "buries":
                 self.root.bury(*ids)
+            case "loses":
+                self.root.indexes.pop(ids[0])
             case "forgets":
                 self.root.intents.pop(ids[0])
                 self.root.marks.discard(ids[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import urllib.request
@@ -18,6 +19,7 @@ from flashckpt.core.snapshot_id import SnapshotId
 from flashckpt.daemon.persister import coordinator, metrics
 from flashckpt.daemon.persister.flush import Flush
 from flashckpt.errors import StoreError
+from flashckpt.restore import gather
 from flashckpt.storage.factory import open_store
 
 
@@ -59,6 +61,25 @@ def test_a_commit_is_in_the_status_before_the_slots_are_released(job: FakeJob, m
         job.step(10, persist=True)
         turn_until(daemon, lambda: steps(job) == [10] and said, "the commit")
     assert said == [((1, 10), "")], "and the failure before it is over"
+
+
+def test_root_emptied_while_no_persister_runs_next_one_does_not_hide_it_from_a_restore(job: FakeJob) -> None:
+    """It reads the root before the ranks do, and finds nothing: that something was committed there stays known."""
+    job.step(10, persist=True)
+    with daemon_of(job) as daemon:
+        turn_until(daemon, lambda: steps(job) == [10], "the commit")
+    shutil.rmtree(job.root)
+    job.step(11)
+    job.step(12)
+    job.step(13)  # step 10 is no longer there to be persisted again
+    for _ in range(2):
+        with daemon_of(job) as daemon:
+            daemon._introduce()
+            daemon.turn()
+        status = job.directory.read_status()
+        assert status is not None
+        assert status.committed is None
+        assert gather._committed(job.directory) == (1, 10)
 
 
 def test_daemon_process_runs_without_torch() -> None:
