@@ -15,7 +15,7 @@ from flashckpt.daemon.persister.housekeeping import sweep_root
 from flashckpt.errors import FlashckptError
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Segment
-from simulation import endings, memory, replicas, seams, voting, watches
+from simulation import endings, memory, remembered, replicas, seams, voting, watches
 from simulation.calm import Calendar
 from simulation.clock import CLOCK, Process, Spins
 from simulation.job import Job, Setup
@@ -80,6 +80,7 @@ def prepare() -> None:
     watches.install()
     endings.install(lambda: _current[0])
     voting.install()
+    remembered.install()
     kind: Any = Segment
     for name in ("_put_header", "_put_both_headers", "remove_names"):
         setattr(kind, name, _watched(getattr(kind, name)))
