@@ -95,6 +95,7 @@ class Job:
         self.counts: Counter[str] = Counter()
         self.errors: dict[str, str] = {}
         self.carried: dict[str, bytes] = {}
+        self.news = [0, 0]  # changes of what nodes say, and of what is said to all of them
         self.cut_off: set[int] = set()
         self.mute: set[int] = set()
         self.deaf: dict[int, dict[str, bytes]] = {}
@@ -134,7 +135,7 @@ class Job:
         made.on_death.append(lambda: memory.let_go(made))
         made.on_death.append(lambda: _forget(made))
         self.processes.append(made)
-        if len(self.processes) > 200:
+        if len(self.processes) > max(200, 4 * len(self.nodes) * (self.setup.per_node + 2)):
             self.processes = [one for one in self.processes if one.alive or one.fibers]
         return made
 
