@@ -55,9 +55,12 @@ class NodeInventory:
     reserved_bytes: int = 0
     least_slots: int = 0
     _holders: dict[Identity, dict[int, SlotEntry]] = field(default_factory=dict)
+    _ranks: dict[int, tuple[int, ...]] = field(default_factory=dict)  # a turn of the persister asks thirty times
 
     def __post_init__(self) -> None:
         holders: dict[Identity, dict[int, SlotEntry]] = defaultdict(dict)
+        for generation in {held.header.generation for held in self.slots}:
+            self._ranks[generation] = tuple(sorted({s.rank for s in self.slots if s.header.generation == generation}))
         for held in self.slots:
             if held.header.is_complete and not is_rolled_back(held.header.identity, self.lineage):
                 holders[held.header.identity][held.rank] = held
@@ -69,7 +72,7 @@ class NodeInventory:
 
     def ranks(self, generation: int) -> tuple[int, ...]:
         """Return the ranks of this node that have begun a snapshot in `generation`, ascending."""
-        return tuple(sorted({held.rank for held in self.slots if held.header.generation == generation}))
+        return self._ranks.get(generation, ())
 
     def world_size(self, generation: int) -> int:
         """Return the size of the worker group of `generation`; 0 if nothing is known of it."""
@@ -77,9 +80,12 @@ class NodeInventory:
 
     def complete(self) -> list[Identity]:
         """Return the snapshots that every rank of this node holds whole, ascending."""
-        return sorted(
-            identity for identity, holders in self._holders.items() if holders.keys() >= {*self.ranks(identity[0])}
-        )
+        return list(self._complete)
+
+    @functools.cached_property
+    def _complete(self) -> list[Identity]:
+        held = self._holders.items()
+        return sorted(identity for identity, holders in held if holders.keys() >= {*self.ranks(identity[0])})
 
     def common(self) -> list[Identity]:
         """Return the snapshots that every rank of the job holds, where all ranks are on this node, ascending."""

@@ -122,12 +122,12 @@ class Soak:
 
 
 @contextmanager
-def soaking(folder: Path, ranks: int) -> Iterator[Soak]:
-    """Start the job; stop it as a scheduler does at the end."""
+def soaking(folder: Path, ranks: int, *more: object) -> Iterator[Soak]:
+    """Start the job; stop it as a scheduler does at the end. `more` goes to its ranks."""
     memory = folder / "memory"
     memory.mkdir(mode=0o700)
     os.environ["FLASHCKPT_SHM_DIR"] = str(memory)
-    flags = ["--standalone", f"--nproc-per-node={ranks}", PROGRAM, folder / "root", folder / "progress"]
+    flags = ["--standalone", f"--nproc-per-node={ranks}", PROGRAM, folder / "root", folder / "progress", *more]
     with dlrun(folder, *flags, fresh=True) as launch:
         yield Soak(folder, launch, ranks)
         launch.process.send_signal(signal.SIGTERM)

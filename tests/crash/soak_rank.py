@@ -1,8 +1,12 @@
-"""A rank of `soak.py`: trains a small model until it is stopped, with a snapshot each step and a commit each second one."""
+"""A rank of `soak.py`: trains a small model until it is stopped, with a snapshot each step and a commit each second one.
+
+With the length of a step it keeps to that, waits for no commit, and writes down when each step was done (`soak_failures.py`).
+"""
 
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -16,8 +20,8 @@ PERSIST_EVERY = 2
 
 
 def main() -> None:
-    """Train until dlrun ends the job: ROOT PROGRESS. Rank 0 writes the last committed step into the second file."""
-    root, progress = sys.argv[1], Path(sys.argv[2])
+    """Train until dlrun ends the job: ROOT PROGRESS [SECONDS]. Rank 0 writes the last committed step into the second file."""
+    root, progress, step_s = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3]) if len(sys.argv) > 3 else 0.0
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -29,6 +33,7 @@ def main() -> None:
         ckpt.track(model=model, optimizer=optimizer, sampler=sampler, rng=True)
         report = ckpt.restore()
         step = report.step if report else 0
+        due_s = time.monotonic()
         for _ in sampler.epochs(10**9):
             for (inputs,) in DataLoader(data, batch_size=8, sampler=sampler):
                 optimizer.zero_grad()
@@ -37,8 +42,17 @@ def main() -> None:
                     dist.all_reduce(parameter.grad)
                 optimizer.step()
                 step += 1
+                if step_s:
+                    due_s = max(due_s + step_s, time.monotonic())
+                    time.sleep(max(0.0, due_s - time.monotonic()))
+                    if rank == 0:
+                        with progress.with_name("steps").open("a") as file:
+                            file.write(f"{time.monotonic()} {step}\n")
                 ckpt.step(step)
-                if step % PERSIST_EVERY == 0:
+                if step % PERSIST_EVERY == 0 and step_s:
+                    if rank == 0:
+                        progress.write_text(str(step))
+                elif step % PERSIST_EVERY == 0:
                     ckpt.wait(300)  # so that each of them is committed, and none is overtaken
                     if rank == 0:
                         progress.write_text(str(step))

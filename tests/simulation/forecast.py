@@ -8,16 +8,19 @@ restart, and how often failures came; so what is compared is how it puts them to
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from multiprocessing import get_context
+from pathlib import Path
 from random import Random
 from statistics import fmean
+from typing import Any
 
-from flashckpt.plan.model import PUBLISHED_GPU_HOURS, STORAGE_SHARE, Costs, Failures, forecast
+from flashckpt.plan.model import PUBLISHED_GPU_HOURS, STORAGE_SHARE, Costs, Failures, Forecast, forecast
 from simulation import run
 from simulation.job import Setup
 from simulation.plan import Fault
@@ -36,7 +39,7 @@ class Found:
 
     Attributes:
         setup: Of each job.
-        seconds: Of the calendar.
+        seconds: Of the calendar, since its first step began.
         run_s: Those of them that were run, not skipped.
         kept, taken: Steps that were left at the end, and that were taken.
         outages: What each ended with, and its seconds.
@@ -68,12 +71,18 @@ class Found:
 
     @property
     def lost(self) -> float:
-        """Steps that were repeated, per failure."""
-        return (self.taken - self.kept) / max(1, len(self.outages))
+        """Steps lost per failure: those that were repeated, and the part of the one that was broken off."""
+        rest_s = self.seconds - self.kept * self.setup.step_s - sum(seconds for _, seconds in self.outages)
+        return rest_s / self.setup.step_s / max(1, len(self.outages))
 
     @property
-    def formula(self) -> float:
-        """Goodput as `flashckpt plan` calculates it from the same costs and as many failures."""
+    def planned_lost(self) -> float:
+        """The same as `flashckpt plan` calculates it."""
+        return self.formula.recompute * self.seconds / self.setup.step_s / max(1, len(self.outages))
+
+    @property
+    def formula(self) -> Forecast:
+        """What `flashckpt plan` calculates from the same costs and as many failures."""
         seconds = {kind: [s for one, s in self.outages if one == kind] for kind in ("memory", "storage")}
         costs = Costs(
             stall_s=0.0,
@@ -85,7 +94,7 @@ class Found:
         )
         count = max(1, len(self.outages))
         failures = Failures(gpus=1, gpu_mtbf_s=self.seconds / count, storage_share=len(seconds["storage"]) / count)
-        return forecast(failures, costs, snapshot_s=self.setup.step_s, persist_every=self.setup.persist_every).goodput
+        return forecast(failures, costs, snapshot_s=self.setup.step_s, persist_every=self.setup.persist_every)
 
 
 def measure(setup: Setup, *, mtbf_s: float, lost_nodes: float, jumps: bool, seed: int) -> Found:
@@ -109,8 +118,8 @@ def measure(setup: Setup, *, mtbf_s: float, lost_nodes: float, jumps: bool, seed
     job, skipped = run._current[0], run._current[0].calendar.skipped
     return Found(
         setup=setup,
-        seconds=job.calm_s + skipped.seconds,
-        run_s=job.calm_s,
+        seconds=job.calm_s + skipped.seconds - job.trains_since_s,
+        run_s=job.calm_s - job.trains_since_s,
         kept=job.calm_step + skipped.steps,
         taken=job.calm_steps + skipped.steps,
         outages=job.outages,
@@ -130,9 +139,7 @@ def speed(nodes: int = 16) -> str:
     return f"a processor second runs {days[0]:.4f} virtual job-days of {nodes} nodes in full, {days[1]:.2f} with jumps over calm"
 
 
-HEAD = (
-    "nodes  ranks     days  failures  goodput  plan says  steps lost  commit s  requests/commit  days run  CPU s/day\n"
-)
+HEAD = "nodes  ranks     days  failures  goodput  plan says  steps lost  plan says  restart s  commit s  requests/commit  days run  CPU s/day\n"
 
 
 def row(one: Found) -> str:
@@ -140,8 +147,25 @@ def row(one: Found) -> str:
     days = one.seconds / 86400
     return (
         f"{one.setup.nodes:5}  {one.setup.nodes * one.setup.per_node:5}  {days:7.1f}  {len(one.outages):8}"
-        f"  {one.goodput:7.5f}  {one.formula:9.5f}  {one.lost:10.2f}  {one.commit_s / one.commits:8.2f}"
+        f"  {one.goodput:7.5f}  {one.formula.goodput:9.5f}  {one.lost:10.2f}  {one.planned_lost:9.2f}"
+        f"  {fmean([s for _, s in one.outages] or [0.0]):9.2f}  {one.commit_s / one.commits:8.2f}"
         f"  {one.requests / one.commits:15.0f}  {one.run_s / 86400:8.3f}  {one.cpu_s / days:9.4f}\n"
+    )
+
+
+def beside(soak: dict[str, Any], seed: int) -> str:
+    """Return a measured job, the same one in the simulation five times as long, and what `flashckpt plan` says of each."""
+    step_s, seconds, restarts_s = soak["step_s"], soak["seconds"], soak["restarts_s"]
+    copy_s = step_s / 100
+    real = Setup(nodes=1, per_node=soak["ranks"], step_s=step_s, persist_every=soak["persist_every"], copy_s=copy_s,
+                 faults_s=5 * seconds, restart_s=fmean(restarts_s))  # fmt: skip
+    measured = Found(setup=real, seconds=seconds, kept=soak["kept"], outages=[("memory", one) for one in restarts_s],
+                     commits=1, commit_s=step_s)  # fmt: skip
+    found = measure(real, mtbf_s=seconds / len(restarts_s), lost_nodes=0.0, jumps=True, seed=seed)
+    return "          failures  goodput  plan says  steps lost  plan says  restart s\n" + "".join(
+        f"{name:9} {len(one.outages):8}  {one.goodput:7.4f}  {one.formula.goodput:9.4f}  {one.lost:10.2f}"
+        f"  {one.planned_lost:9.2f}  {fmean([s for _, s in one.outages]):9.2f}\n"
+        for name, one in (("measured", measured), ("simulated", found))
     )
 
 
@@ -160,7 +184,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--full", action="store_true", help="run calm, too")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", type=int, default=1, help="processes side by side")
+    parser.add_argument("--soak", type=Path, help="beside what tests/crash/soak_failures.py has measured")
     chosen = parser.parse_args(arguments)
+    if chosen.soak:
+        sys.stdout.write(beside(json.loads(chosen.soak.read_text()), chosen.seed))
+        return 0
     sys.stdout.write(HEAD)
     for nodes in map(int, chosen.nodes.split(",")):
         mtbf_s = chosen.mtbf or NODE_MTBF_S / nodes

@@ -23,6 +23,9 @@ from simulation.storage import Bucket, SimStore
 from simulation.threads import wakers
 from simulation.voting import Start
 
+RESTORE_S = 1.3
+"""Seconds from the start of ranks to their first step, about."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
@@ -42,6 +45,7 @@ class Setup:
         votes: Its ranks restore as the product does, each for itself; else the simulation decides for all of them at once.
         spread: Indexes count as large from the first byte on: MANIFEST names them.
         faults_s, quiet_s: How long faults happen, and how long none do once something was committed after them.
+        restart_s: Seconds of a restart, about; 0: as they come.
     """
 
     nodes: int = 1
@@ -61,6 +65,7 @@ class Setup:
     spread: bool = False
     faults_s: float = 300.0
     quiet_s: float = 5.0
+    restart_s: float = 0.0
 
 
 class Job:
@@ -93,6 +98,7 @@ class Job:
         self.counts: Counter[str] = Counter()
         self.errors: dict[str, str] = {}
         self.carried: dict[str, bytes] = {}
+        self.news = [0, 0]  # changes of what nodes say, and of what is said to all of them
         self.cut_off: set[int] = set()
         self.mute: set[int] = set()
         self.deaf: dict[int, dict[str, bytes]] = {}
@@ -128,6 +134,7 @@ class Job:
         self.calendar: Any = None  # where calm is jumped over
         self.skipped = 0, 0.0  # steps and seconds that were not run, since nothing happened in them
         self.outages: list[tuple[str, float]] = []  # what each ended with, and how long it was
+        self.trains_since_s = 0.0
 
     # -- small things ----------------------------------------------------------------------------------------
 
@@ -137,7 +144,7 @@ class Job:
         made.on_death.append(lambda: memory.let_go(made))
         made.on_death.append(lambda: _forget(made))
         self.processes.append(made)
-        if len(self.processes) > 200:
+        if len(self.processes) > max(200, 4 * len(self.nodes) * (self.setup.per_node + 2)):
             self.processes = [one for one in self.processes if one.alive or one.fibers]
         return made
 
@@ -206,7 +213,8 @@ class Job:
         """Start ranks as soon as there are enough machines."""
         if not self._starting:
             self._starting = True
-            self.later(1 + self.random.random() * 4, self._start)
+            soon_s, wanted_s = 1 + self.random.random() * 4, self.setup.restart_s
+            self.later(max(0.0, wanted_s - RESTORE_S) if wanted_s else soon_s, self._start)
 
     def _start(self) -> None:
         self._starting = False
@@ -250,7 +258,7 @@ class Job:
             return
         self.failed_s = CLOCK.scheduler.now if self.failed_s is None else self.failed_s
         self._number += 1  # the others are echoes
-        self.later(0.1 + self.random.random() * 2, self._recover)
+        self.later((0.1 + self.random.random() * 2) * (not self.setup.restart_s), self._recover)
 
     def _recover(self) -> None:
         if not (nodes := list({id(rank.node): rank.node for rank in self.ranks}.values())):
@@ -304,6 +312,7 @@ class Job:
         record = found.record
         self.step = found.identity.step if found.identity is not None else 0
         self.say("ranks", f"generation {record.number} begins with {found.identity or 'nothing'}, {found.source}")
+        self.trains_since_s = self.trains_since_s or CLOCK.scheduler.now
         if self.failed_s is not None:
             self.outages.append((found.source, CLOCK.scheduler.now - self.failed_s))
             self.failed_s = None

@@ -23,15 +23,16 @@ from flashckpt.daemon.persister.service import Daemon
 from flashckpt.daemon.persister.timeouts import DaemonTimeouts
 from flashckpt.sampler import ElasticSampler
 from flashckpt.session.durability import Wanted
-from flashckpt.shm.ack_relay import AckRelay
+from flashckpt.shm.ack_relay import RESTS, AckRelay
 from flashckpt.shm.acks import SnapshotAcks
 from flashckpt.shm.control import PAGE, ROW_BYTES, Control
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.messages import MessageFiles
 from flashckpt.shm.segment import Segment
 from flashckpt.snapshot.segments import RankSegments
-from simulation import memory, promises, seams, watches
+from simulation import memory, promises, relays, seams, watches
 from simulation.clock import CLOCK, Killed, Process
+from simulation.relays import Carrier
 from simulation.samples import sampler_at
 from simulation.states import State, table_of, whole_of
 
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 MANIFEST_BYTES, DATA_BYTES = 12 << 10, 4096
 
 
-@dataclass
+@dataclass(eq=False)
 class Node:
     """One machine.
 
@@ -57,6 +58,7 @@ class Node:
         highest: The most steps at one of them.
         persister: The daemon's process; None where none runs.
         relay: Of the first rank here.
+        relay_saw, relay_has_rested: What its last turn was about, if it read anything, and whether there was nothing to wait for.
     """
 
     job: Job
@@ -82,6 +84,8 @@ class Node:
     relayed_s: float = -1e9
     is_resting: bool = True
     relay_wakes: int = 0
+    relay_saw: Any = None
+    relay_has_rested: bool = False
 
     @property
     def folder(self) -> memory.SimPath:
@@ -189,8 +193,13 @@ class Node:
     def _turn_relay(self) -> bool:
         self.relayed_s = CLOCK.scheduler.now
         assert self.relay is not None
+        if relays.turns_in_vain(self):
+            self.relay_rests = self.relay_has_rested
+            return self.relay_rests
         try:
-            self.relay_rests = self.relay.turn()
+            self.relay_saw = relays.seen_by(self)
+            self.relay_rests = self.relay_has_rested = self.relay.turn()
+            self.relay_saw = None if self.relay._rested % RESTS else self.relay_saw
         except RuntimeError:
             self.relay_rests = False
         return self.relay_rests
@@ -205,43 +214,6 @@ def _is_busy(daemon: Daemon) -> bool:
         machine.persist is not None or machine.candidate is not None or any(map(machine._is_wanting, machine._heard))
     )
     return is_wanting or daemon.attempts.is_failing or daemon._stopping or daemon._goal is not None
-
-
-class Carrier:
-    """In place of the process group's store: what relays write there."""
-
-    def __init__(self, job: Job, node: int) -> None:
-        self._job, self._node = job, node
-
-    def _reach(self) -> None:
-        if self._node in self._job.cut_off:
-            raise RuntimeError("the store of the process group does not answer")
-
-    def set(self, key: str, value: bytes, /) -> None:
-        self._reach()
-        if self._node in self._job.mute and self._job.random.random() < 0.5:
-            return
-        self._arrive(key, value)
-        if self._job.random.random() < self._job.echoes:
-            self._job.later(self._job.random.random() * 5, lambda: self._arrive(key, value))
-
-    def _arrive(self, key: str, value: bytes) -> None:
-        if self._job.carried.get(key) != value:
-            self._job.carried[key] = value
-            for node in map(self._job.nodes.__getitem__, sorted(self._job.resting)):
-                if node.index != self._node and node.relay is not None:
-                    node.wake_relay(0.05 + self._job.random.random() * 4)
-
-    @property
-    def _heard(self) -> dict[str, bytes]:
-        self._reach()
-        return self._job.deaf.get(self._node, self._job.carried)
-
-    def check(self, keys: list[str], /) -> bool:
-        return all(map(self._heard.__contains__, keys))
-
-    def multi_get(self, keys: list[str], /) -> list[bytes]:
-        return list(map(self._heard.__getitem__, keys))
 
 
 @dataclass

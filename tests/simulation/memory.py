@@ -36,17 +36,15 @@ class Files:
 
     def find(self, path: SimPath) -> SimFile:
         """Return a file; FileNotFoundError where there is none."""
-        folder, _, name = str(path).rpartition("/")
         try:
-            return self.folders[folder][name]
+            return self.folders[path._folder][path.name]
         except KeyError:
             raise FileNotFoundError(errno.ENOENT, "no such file", str(path)) from None
 
     def make(self, path: SimPath, size: int = 0) -> SimFile:
         """Make a file, in place of one that is there."""
         self._ino += 1
-        folder, _, name = str(path).rpartition("/")
-        made = self.folders.setdefault(folder, {})[name] = SimFile(self._ino, size)
+        made = self.folders.setdefault(path._folder, {})[path.name] = SimFile(self._ino, size)
         return made
 
     def write(self, path: SimPath, raw: bytes) -> None:
@@ -56,8 +54,7 @@ class Files:
 
     def remove(self, path: SimPath) -> None:
         """Remove a file if it is there."""
-        folder, _, name = str(path).rpartition("/")
-        self.folders.get(folder, {}).pop(name, None)
+        self.folders.get(path._folder, {}).pop(path.name, None)
 
     def open(self, path: SimPath, flags: int = 0, **_: object) -> int:
         """Return a descriptor."""
@@ -110,7 +107,9 @@ class SimPath:
         return SimPath(self._folder)
 
     def __truediv__(self, name: str) -> SimPath:
-        return SimPath(f"{self._folder}/{self.name}/{name}")
+        made = SimPath.__new__(SimPath)
+        made._folder, made.name = f"{self._folder}/{self.name}", name
+        return made if "/" not in name else SimPath(f"{made._folder}/{name}")
 
     def with_name(self, name: str) -> SimPath:
         return SimPath(f"{self._folder}/{name}")

@@ -258,7 +258,7 @@ class Restore:
             if rank.local == 0:
                 folder: Any = rank.node.agent_folder
                 _call(rank, partial(agent_folder.write_job, folder, directory.path))
-            CLOCK.scheduler.sleep(0.02)
+            CLOCK.scheduler.sleep(min(0.02, 1 / len(self.ranks)))  # each for itself: of many none waits for all
         return wanted
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from flashckpt.shm.job_directory import JobDirectory
 from flashckpt.shm.segment import Segment
-from simulation import agents, endings, leftovers, replicas, seams, setbacks, voting, watches
+from simulation import agents, endings, leftovers, remembered, replicas, seams, setbacks, voting, watches
 from simulation.calm import Calendar
 from simulation.clock import CLOCK, Process, Spins
 from simulation.job import Job, Setup
@@ -78,6 +78,7 @@ def prepare() -> None:
     setbacks.install(lambda: _current[0])
     agents.install(lambda *_, **__: {one.step for one in _current[0].rules.committed})
     voting.install()
+    remembered.install()
     kind: Any = Segment
     for name in ("_put_header", "_put_both_headers", "remove_names"):
         setattr(kind, name, _watched(getattr(kind, name)))

@@ -51,7 +51,7 @@ def table_of(rank: int, world: int) -> tuple[ShardTable, int]:
     return _tables[rank, world]
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1 << 15)
 def whole_of(chain: str, rank: int, world: int) -> bytes:
     """Return the bytes of a rank's slot in a state."""
     table, total = table_of(rank, world)

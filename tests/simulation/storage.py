@@ -14,7 +14,7 @@ from typing import Any
 from flashckpt.errors import DamagedError, ObjectMissingError, RootError, StoreError
 from flashckpt.storage.store import DELETE_BATCH, SWEEP_AGE_S, Names, ObjectInfo, Objects
 from simulation import memory
-from simulation.clock import CLOCK, Process
+from simulation.clock import CLOCK, START_S, Process
 
 _PAGE = 1000
 
@@ -64,6 +64,7 @@ class Bucket:
 
     def __init__(self, random: Random, latency_s: float) -> None:
         self.objects: dict[str, tuple[bytes, float]] = {}
+        self.shown: dict[str, tuple[tuple[bytes, float], ObjectInfo]] = {}  # as a listing shows each
         self.keys: list[str] = []
         self.trouble = Trouble()
         self.on_change: Callable[[str, str, bytes | None, bytes | None], None] = lambda *_: None
@@ -86,6 +87,7 @@ class Bucket:
             return
         self._note(key, before)
         del self.objects[key]
+        self.shown.pop(key, None)
         del self.keys[bisect_left(self.keys, key)]
         self._tell("delete", key, before[0], None)
 
@@ -222,7 +224,7 @@ class SimStore:
         found = self.bucket.listed(prefix)
         self._count(len(found))
         self._answer()
-        return [self._info(key, one) for key, one in sorted(found.items())]
+        return [self._info(key, found[key]) for key in sorted(found)]
 
     def folders(self, prefix: str = "") -> Names:
         self._ask()
@@ -259,9 +261,10 @@ class SimStore:
         pass
 
     def _info(self, key: str, found: tuple[bytes, float]) -> ObjectInfo:
-        from simulation.clock import START_S
-
-        return ObjectInfo(key=key, nbytes=len(found[0]), mtime=START_S + found[1])
+        known = self.bucket.shown.get(key)  # many nodes list the same objects
+        if known is None or known[0] is not found:
+            self.bucket.shown[key] = known = found, ObjectInfo(key=key, nbytes=len(found[0]), mtime=START_S + found[1])
+        return known[1]
 
     def _count(self, found: int) -> None:
         pages = max(0, ceil(found / _PAGE) - 1)

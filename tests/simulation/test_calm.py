@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -103,3 +104,23 @@ def test_what_leaks_in_each_cycle_prevents_a_jump(leak: str) -> None:
     blind = "_node _shared" if leak == "a lock on a slot" else LEAKS[leak][1]  # it is also a descriptor that stays open
     assert in_a_child(lambda: _jumps(leak, "")) == 0
     assert in_a_child(lambda: _jumps(leak, blind)) > 0
+
+
+def _told(runs_all: bool, nodes: int, seed: int) -> Any:
+    from simulation import relays, run
+    from simulation.job import Setup
+    from simulation.plan import Fault
+
+    if runs_all:
+        relays.__dict__["turns_in_vain"] = lambda _: False
+    faults = [Fault(90.0, "kill rank", 1), Fault(150.0, "cut between nodes", 1, 0.2), Fault(220.0, "lose node", 2, 0.1)]
+    outcome = run.simulate(seed, Setup(nodes=nodes, persist_every=4, faults_s=300.0), faults, jumps=False)
+    return [outcome.rule, outcome.story, outcome.counts, sum(run._current[0].bucket.requests.values())]
+
+
+@pytest.mark.parametrize(("nodes", "seed"), [(3, 1), (5, 2)])
+def test_turns_of_relays_that_are_not_run_would_have_changed_nothing(nodes: int, seed: int) -> None:
+    run, counted = (in_a_child(partial(_told, runs_all, nodes, seed)) for runs_all in (True, False))
+    assert run[2]["commits"] > 3
+    assert run[2]["starts"] >= 3
+    assert counted == run
