@@ -146,8 +146,11 @@ class PersistCoordinator:
             self._run(view, result)
         now_s = time.monotonic()
         is_due = now_s - self._begun_s >= self.config.persist_s
-        tick = p.Tick(now_s=now_s, node=view, generation=record, urgent=urgent, received=received, is_due=is_due)
-        self._run(view, tick if job is None else replace(tick, common=job.common, lacked=job.lacked))
+        tick = p.Tick(
+            now_s=now_s, node=view, generation=record, urgent=urgent, received=received, is_due=is_due,
+            common=None if job is None else job.common, lacked=() if job is None else job.lacked,
+        )  # fmt: skip
+        self._run(view, tick)
         self._seeker.let_go(view)
 
     def pause(self, view: NodeInventory, *, urgent: bool = False, failing: bool = False) -> None:

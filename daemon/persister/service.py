@@ -294,6 +294,7 @@ class Daemon:
             given_up=persisting.given_up,
             answered_ns=self.attempts.answered_ns,
             pid=os.getpid(),
+            updated_ns=self._status.updated_ns,
             **said,
         )
         self._numbers = metrics.numbers_of(
@@ -306,7 +307,8 @@ class Daemon:
     def _say(self, status: DaemonStatus) -> None:
         """Write the status where it has changed, and once a second."""
         now = time.time_ns()
-        status = replace(status, updated_ns=self._status.updated_ns)
+        if status.updated_ns != self._status.updated_ns:
+            status = replace(status, updated_ns=self._status.updated_ns)
         if status != self._status or now - self._status.updated_ns > 10**9:
             self._status = replace(status, updated_ns=now)
             with contextlib.suppress(OSError, SharedMemoryError):  # tmpfs full: the next turn tries again

@@ -93,6 +93,7 @@ def encode_superblock(block: Superblock) -> bytes:
     return raw + struct.pack("<Q", digest(raw))
 
 
+@functools.lru_cache(maxsize=64)  # a persister reads those of its ranks at each of its turns
 def decode_superblock(raw: bytes, *, path: str) -> Superblock:
     """Return the superblock in the first 2048 bytes of `raw`.
 
@@ -222,7 +223,9 @@ def encode_header(h: SlotHeader) -> bytes:
     return fields + struct.pack("<Q", digest(fields))
 
 
-@functools.lru_cache(maxsize=64)  # a rank reads its own few headers several times per snapshot
+@functools.lru_cache(
+    maxsize=256
+)  # a rank reads its own few headers several times per snapshot, a persister those of all ranks
 def decode_header(raw: bytes) -> SlotHeader | None:
     """Return the header in one copy, or None if it is torn, damaged or was never written: a matter of its bytes alone."""
     fields, checksum = raw[: _HEADER.size], raw[_HEADER.size : HEADER_BYTES]

@@ -144,6 +144,7 @@ def encode_group(what: GroupAcks) -> bytes:
     return b"".join(struct.pack("<qq", *pair) for pair in pairs)
 
 
+@functools.lru_cache(maxsize=64)  # who waits for news reads again and again what it has read before
 def decode_group(raw: bytes) -> GroupAcks:
     """Return what `encode_group` wrote.
 

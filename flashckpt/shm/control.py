@@ -12,6 +12,7 @@ next start restores its size. Processes that supervise ranks must survive that a
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import os
 import struct
@@ -208,6 +209,7 @@ def _acks_bytes(mapping: Any, at: int) -> bytes:
     return generation + found
 
 
+@functools.lru_cache(maxsize=64)  # a matter of the bytes alone, which a relay reads at each of its turns
 def published_in(acks_bytes: bytes, generation: int) -> RankAcks | None:
     """Return what a row with these `acks_bytes` has published; None as `ControlRow.published`, or if it is of another generation."""
     if int(struct.unpack_from("q", acks_bytes)[0]) != generation:

@@ -55,20 +55,24 @@ class NodeInventory:
     reserved_bytes: int = 0
     least_slots: int = 0
     _holders: dict[Identity, dict[int, SlotEntry]] = field(default_factory=dict)
-    _ranks: dict[int, tuple[int, ...]] = field(default_factory=dict)  # a turn of the persister asks thirty times
+    _ranks: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by generation
+    _complete: list[Identity] = field(default_factory=list)  # a turn asks for it a dozen times
 
     def __post_init__(self) -> None:
+        ranks: dict[int, set[int]] = defaultdict(set)
         holders: dict[Identity, dict[int, SlotEntry]] = defaultdict(dict)
-        for generation in {held.header.generation for held in self.slots}:
-            self._ranks[generation] = tuple(sorted({s.rank for s in self.slots if s.header.generation == generation}))
         for held in self.slots:
+            ranks[held.header.generation].add(held.rank)
             if held.header.is_complete and not is_rolled_back(held.header.identity, self.lineage):
                 holders[held.header.identity][held.rank] = held
         self._holders.update(holders)
+        self._ranks.update((generation, tuple(sorted(found))) for generation, found in ranks.items())
+        whole = (one for one, of_ranks in holders.items() if len(of_ranks) == len(ranks[one.generation]))
+        self._complete.extend(sorted(whole))
 
     def newest_generation(self) -> int:
         """Return the newest generation that has begun a snapshot here; 0 if none has."""
-        return max((held.header.generation for held in self.slots), default=0)
+        return max(self._ranks, default=0)
 
     def ranks(self, generation: int) -> tuple[int, ...]:
         """Return the ranks of this node that have begun a snapshot in `generation`, ascending."""
@@ -81,11 +85,6 @@ class NodeInventory:
     def complete(self) -> list[Identity]:
         """Return the snapshots that every rank of this node holds whole, ascending."""
         return list(self._complete)
-
-    @functools.cached_property
-    def _complete(self) -> list[Identity]:
-        held = self._holders.items()
-        return sorted(identity for identity, holders in held if holders.keys() >= {*self.ranks(identity[0])})
 
     def common(self) -> list[Identity]:
         """Return the snapshots that every rank of the job holds, where all ranks are on this node, ascending."""

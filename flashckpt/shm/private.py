@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import shutil
 import stat
@@ -257,7 +258,7 @@ def _refusal(path: Path, reason: str) -> ConfigError:
 
 
 _LEFT = "It was left as it is; checkpoints on storage are not touched."
-_LARGEST = 16 << 20
+_LARGEST, _SMALL = 16 << 20, 4096
 _ROOT_ONLY: dict[Any, tuple[str, ...]] = {Generation: ("created_s",)}
 """Fields that a kind of record carries on the root alone."""
 
@@ -369,6 +370,13 @@ def read_record(path: Path, kind: type[Record]) -> Record | None:
         raw = read_file(path, most=_LARGEST)
     except FileNotFoundError:
         return None
+    decoded: Any = _decoded if len(raw) <= _SMALL else _decoded.__wrapped__
+    found: Record | None = decoded(path, kind, raw)
+    return found
+
+
+@functools.lru_cache(maxsize=64)  # a persister reads the same records at each of its turns
+def _decoded(path: Path, kind: type[Record], raw: bytes) -> Record:
     with _explained(path):
         found = unseal(raw, str(path))
     try:

@@ -2,7 +2,7 @@
 
 A cycle goes from one persist step to the next: steps, snapshots, one persist, its commit, retention. Before each persist step the
 world is looked at; where it was `ALIKE` times the same one, but for the numbers of steps and the time, the *calendar* moves on by
-whole cycles, to a margin before the next fault. The world itself stands still: no clock and no step of the product moves. So a
+whole cycles, to the last one before the next fault; once a job was calm for so long, `ALIKE_AGAIN` looks are enough. The world itself stands still: no clock and no step of the product moves. So a
 jump leaves nothing inconsistent, and all that the product does about a fault, before and after it, is run, and watched by all rules.
 
 **Why that is the same.** The product's decisions rest on what `Look` compares: snapshots and pins of each slot, leases, files and
@@ -44,10 +44,8 @@ if TYPE_CHECKING:
     from simulation.machines import Node
     from simulation.plan import Fault
 
-ALIKE = 3
-"""Looks in a row that find the same, before a jump."""
-MARGIN_S = 60.0
-"""Least seconds that are run before a fault; a whole cycle where that is longer."""
+ALIKE, ALIKE_AGAIN = 3, 2
+"""Looks in a row that find the same, before the first jump of a job, and before a later one."""
 _SIZED = (list, dict, set, frozenset, tuple)
 
 
@@ -277,13 +275,13 @@ class Calendar:
         )
         seconds = (now.now_s - now.late_s) - (before.now_s - before.late_s)
         self.cycles.append(Cycle(seconds, now.asked - before.asked, commit_s))
-        if self._jumps and self._alike >= ALIKE - 1:
+        if self._jumps and self._alike >= (ALIKE_AGAIN if self.skipped.jumps else ALIKE) - 1:
             self._jump()
 
     def _jump(self) -> None:
         """Let whole cycles go by."""
         cycle_s = fmean(one.seconds for one in self.cycles)
-        count = int((self._due_s - self.now_s - max(MARGIN_S, cycle_s)) / cycle_s)
+        count = int((self._due_s - self.now_s) / cycle_s)
         if count < 1:
             return
         skipped, seconds = self.skipped, count * cycle_s

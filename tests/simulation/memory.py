@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os as real_os
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -37,14 +38,14 @@ class Files:
     def find(self, path: SimPath) -> SimFile:
         """Return a file; FileNotFoundError where there is none."""
         try:
-            return self.folders[path._folder][path.name]
+            return self.folders[path.folder][path.name]
         except KeyError:
             raise FileNotFoundError(errno.ENOENT, "no such file", str(path)) from None
 
     def make(self, path: SimPath, size: int = 0) -> SimFile:
         """Make a file, in place of one that is there."""
         self._ino += 1
-        made = self.folders.setdefault(path._folder, {})[path.name] = SimFile(self._ino, size)
+        made = self.folders.setdefault(path.folder, {})[path.name] = SimFile(self._ino, size)
         return made
 
     def write(self, path: SimPath, raw: bytes) -> None:
@@ -54,7 +55,7 @@ class Files:
 
     def remove(self, path: SimPath) -> None:
         """Remove a file if it is there."""
-        self.folders.get(path._folder, {}).pop(path.name, None)
+        self.folders.get(path.folder, {}).pop(path.name, None)
 
     def open(self, path: SimPath, flags: int = 0, **_: object) -> int:
         """Return a descriptor."""
@@ -75,15 +76,15 @@ class Files:
             self.find(path).mtime_ns = CLOCK.time_ns()
         except FileNotFoundError:
             self.make(path)
-        self.on_touch.get(str(path.parent), lambda: None)()
+        self.on_touch.get(path.folder, lambda: None)()
 
     def rename(self, old: SimPath, new: SimPath) -> None:
         """Move a file in place of another, and wake who watches its folder."""
         CLOCK.scheduler.check()
         found = self.find(old)
         self.remove(old)
-        self.folders[str(new.parent)][new.name] = found
-        self.on_touch.get(str(new.parent), lambda: None)()
+        self.folders[new.folder][new.name] = found
+        self.on_touch.get(new.folder, lambda: None)()
 
     def lose(self, prefix: str) -> None:
         """A machine is gone, and its memory with it."""
@@ -97,37 +98,36 @@ FILES = Files()
 class SimPath:
     """A path in `FILES`, with what the product asks of a `Path`."""
 
-    __slots__ = ("_folder", "name")
+    __slots__ = ("_text", "folder", "name")
 
     def __init__(self, text: str | SimPath) -> None:
-        self._folder, _, self.name = str(text).rpartition("/")
+        self._text = str(text)
+        self.folder, _, self.name = self._text.rpartition("/")
 
     @property
     def parent(self) -> SimPath:
-        return SimPath(self._folder)
+        return SimPath(self.folder)
 
     def __truediv__(self, name: str) -> SimPath:
-        made = SimPath.__new__(SimPath)
-        made._folder, made.name = f"{self._folder}/{self.name}", name
-        return made if "/" not in name else SimPath(f"{made._folder}/{name}")
+        return _inside(self._text, name)
 
     def with_name(self, name: str) -> SimPath:
-        return SimPath(f"{self._folder}/{name}")
+        return _inside(self.folder, name)
 
     def __str__(self) -> str:
-        return f"{self._folder}/{self.name}"
+        return self._text
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, SimPath) and str(self) == str(other)
+        return isinstance(other, SimPath) and self._text == other._text
 
     def __hash__(self) -> int:
-        return hash(str(self))
+        return hash(self._text)
 
     def __lt__(self, other: SimPath) -> bool:
-        return str(self) < str(other)
+        return self._text < other._text
 
     def stat(self) -> Any:
-        found = SimFile(1) if str(self) in FILES.folders else FILES.find(self)
+        found = SimFile(1) if self._text in FILES.folders else FILES.find(self)
         return SimpleNamespace(
             st_ino=found.ino, st_mtime_ns=found.mtime_ns, st_size=len(found.buffer), st_dev=1,
             st_blocks=-(-len(found.buffer) // 512),
@@ -139,11 +139,11 @@ class SimPath:
         try:
             FILES.find(self)
         except FileNotFoundError:
-            return str(self) in FILES.folders
+            return self._text in FILES.folders
         return True
 
     def iterdir(self) -> Iterator[SimPath]:
-        names = FILES.folders.get(str(self))
+        names = FILES.folders.get(self._text)
         if names is None:
             raise FileNotFoundError(errno.ENOENT, "no such folder", str(self))
         return iter([self / name for name in names])
@@ -161,6 +161,11 @@ class SimPath:
         del missing_ok
         CLOCK.scheduler.check()
         FILES.remove(self)
+
+
+@functools.lru_cache(maxsize=4096)  # the same few for each node, again and again
+def _inside(folder: str, name: str) -> SimPath:
+    return SimPath(f"{folder}/{name}")
 
 
 class SimLease:

@@ -76,11 +76,11 @@ LEAKS = {
     "a thread of a persister": (_fiber, "_shared"),
     "what a persister remembers": (_memory, "_node"),
 }
-"""What is left behind by each cycle, and the part of a look that sees it."""
+"""What is left behind by cycles, and the part of a look that sees it."""
 
 
-def _jumps(leak: str, blind: str) -> int:
-    """Return how often a job of eight minutes jumps in which something leaks, where looks leave a part out."""
+def _jumps(leak: str, blind: str, every: int = 1) -> int:
+    """Return how often a job of eight minutes jumps in which every so many cycles leak, where looks leave a part out."""
     from simulation import calm, run
     from simulation.job import Job, Setup
 
@@ -88,8 +88,8 @@ def _jumps(leak: str, blind: str) -> int:
 
     def forgets(self: Job, identity: Any) -> None:
         committed(self, identity)
-        if leak:
-            LEAKS[leak][0](self, next(turns))
+        if leak and (turn := next(turns)) % every == 0:
+            LEAKS[leak][0](self, turn)
 
     Job.committed = forgets  # type: ignore[method-assign]
     for name in blind.split():
@@ -103,6 +103,7 @@ def _jumps(leak: str, blind: str) -> int:
 def test_what_leaks_in_each_cycle_prevents_a_jump(leak: str) -> None:
     blind = "_node _shared" if leak == "a lock on a slot" else LEAKS[leak][1]  # it is also a descriptor that stays open
     assert in_a_child(lambda: _jumps(leak, "")) == 0
+    assert in_a_child(lambda: _jumps(leak, "", every=2)) == 0
     assert in_a_child(lambda: _jumps(leak, blind)) > 0
 
 
