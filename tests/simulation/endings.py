@@ -89,7 +89,7 @@ def given_back(job: Job, path: Any) -> None:
 def install(job_of: Callable[[], Job]) -> None:
     """Let a persister give memory back, and count what it deletes to make room; once per program."""
 
-    def take_away(path: Any, base: int, *, locks: object) -> Any:
+    def take_away(path: Any, base: int, *, locks: object, only_unused: bool = False) -> Any:
         CLOCK.scheduler.check()
         if JobDirectory(path).anyone_alive():
             return None

@@ -17,6 +17,7 @@ from flashckpt.daemon.persister.service import Daemon
 from flashckpt.daemon.persister.timeouts import DaemonTimeouts
 from flashckpt.restore.executor import Target, execute_reads
 from flashckpt.restore.sources import StorageSource
+from flashckpt.storage import posix  # noqa: F401 -- before forks: an import that another thread has begun never ends in a child
 from flashckpt.storage.factory import open_store
 from support.memory_tier import FakeJob, FakeRank
 from support.ranks import wait_for
