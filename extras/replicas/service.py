@@ -118,8 +118,16 @@ class ReplicationService:
             self._begin(session, record)
         # what an earlier generation committed may have been rolled back since
         self._committed = committed if committed is not None and committed.generation == record.number else None
-        if self.session is not None:
-            self._advance(self.session, view)
+        if (session := self.session) is not None:
+            self._advance(session, view)
+            if self._reporter is None:  # what is held here is known by now: else a snapshot under way is given up
+                self._reporter = RoundsReporter(
+                    session,
+                    self._changed,
+                    report=lambda: self._report(session),
+                    decide_here=self.take_report,
+                    decided=lambda decision: self._take_decision(session, decision),
+                )
         self._let_go()
 
     def state(self) -> ReplicaState:
@@ -237,13 +245,6 @@ class ReplicationService:
             return
         self._changed = threading.Event()
         self._senders = [Sender(session, place, self._changed) for place in range(len(session.partners[session.node]))]
-        self._reporter = RoundsReporter(
-            session,
-            self._changed,
-            report=lambda: self._report(session),
-            decide_here=self.take_report,
-            decided=lambda decision: self._take_decision(session, decision),
-        )
         names = ", ".join(session.name(sender.partner) for sender in self._senders)
         _log.info("replicates to %s, every %d steps", names, session.every)
 

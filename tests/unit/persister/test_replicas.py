@@ -25,10 +25,13 @@ from flashckpt.daemon.persister.service import Daemon
 from flashckpt.faults import CRASH_POINTS
 from flashckpt.replicate import records, rounds
 from flashckpt.replicate.connections import SMALL, linked
+from flashckpt.replicate.records import ReplicaSession
 from flashckpt.replicate.replica_rounds import NodeReport, RoundDecision
 from flashckpt.replicate.replica_rows import replica_manifest
+from flashckpt.replicate.service import ReplicationService
 from flashckpt.replicate.slots import Kept, ReplicaSlots, chunk_ranges
 from flashckpt.shm import private
+from flashckpt.shm.inventory import NodeInventory
 from flashckpt.shm.segment import Segment
 
 SHAPES = {"w": (1200, 700), "b": (7,)}
@@ -284,6 +287,25 @@ def test_connection_that_is_cut_again_and_again_is_resumed_where_it_was(shm_dir:
 SENDER = ["replica.before-offer", "replica.during-send"]
 RECEIVER = ["replica.after-begin", "replica.during-receive", "replica.before-complete", "replica.after-complete"]
 assert {*SENDER, *RECEIVER} == {p for p in CRASH_POINTS if p.startswith("replica.")}
+
+
+def test_new_persister_says_nothing_before_it_knows_what_its_node_holds(
+    shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that holds nothing can finish nothing: what is under way would be given up for it."""
+    them, advance, reports = Replicating(shm_dir, 2, slots=4, shapes=SHAPES), ReplicationService._advance, []
+
+    def looks(service: ReplicationService, session: ReplicaSession, view: NodeInventory) -> None:
+        reports.append(service._reporter is not None)
+        advance(service, session, view)
+
+    monkeypatch.setattr(ReplicationService, "_advance", looks)
+    with daemon_of(them.jobs[0]) as first, daemon_of(them.jobs[1]) as second:
+        turn_all([first, second], lambda: all(records.read_endpoint(job.directory) for job in them.jobs), "addresses")
+        them.write_session()
+        first.turn()
+        first.turn()
+    assert reports == [False, True]
 
 
 @pytest.mark.matrix
