@@ -284,9 +284,10 @@ def _further_back(
     lineage: Sequence[Generation],
     inventories: Sequence[Inventory],
 ) -> list[SnapshotId]:
-    """Return what is older than the state that the last generation began with: from the second time on checkpoints.
+    """Return `wanted` with what is older than the state that the last generation began with in front: from the second time on checkpoints.
 
-    Of these those from before numbers became bad. Where there are none, the others; all of `wanted` where nothing is older.
+    Of these those from before numbers became bad, where there are any. What is not older stays behind them: a job whose older states
+    turn out to be incomplete goes on from there, and not from its beginning.
     """
     back = max([i.back for i in inventories], default=0)
     before, _ = bad_steps(inventories) or (0, 0)
@@ -294,8 +295,9 @@ def _further_back(
     if not back or began is None:
         return wanted
     older = [i for i in wanted if i < began]
-    older = [i for i in older if i.step < before] or older
-    return [i for i in older if back > 1 and i in on_root] or older or wanted
+    clean = [i for i in older if i.step < before] or older
+    first = [i for i in clean if back > 1 and i in on_root] or clean
+    return list(dict.fromkeys([*first, *older, *wanted]))
 
 
 def _lineage(

@@ -197,6 +197,10 @@ SEEDS = [
          [Fault(51.864650063010366, "cut one way", 253, 0.8405737863515907),
           Fault(57.00026521733651, "lose node for good", 447, 0.1479914988849046),
           Fault(91.95946830921793, "node is not replaced", 532, 0.06336097597693335)]),
+    # one state further back, nothing older than the newest checkpoint covered the state: the job began again from nothing
+    Seed("a restore takes the newest", 489925168,
+         Setup(nodes=4, spares=1, step_s=10.0, persist_every=5, copy_s=0.8, discards=0.03, keep_last=1, latency_s=0.15, votes=True),
+         [Fault(260.18428190358503, "a step fails", 401, 0.2544835079921961)]),
     # a rank discarded a persist step: its next snapshot, which nobody else had marked, was persisted by no other node
     Seed("a discarded step costs one interval", 1,
          Setup(nodes=2, spares=0, step_s=3.0, persist_every=5, copy_s=0.1, discards=0.1, latency_s=0.02, faults_s=100.0), []),
