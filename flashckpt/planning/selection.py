@@ -287,7 +287,7 @@ def _further_back(
     """Return `wanted` with what is older than the state that the last generation began with in front: from the second time on checkpoints.
 
     Of these those from before numbers became bad, where there are any. What is not older stays behind them: a job whose older states
-    turn out to be incomplete goes on from there, and not from its beginning.
+    turn out to be incomplete continues from there, not from its beginning.
     """
     back = max([i.back for i in inventories], default=0)
     before, _ = bad_steps(inventories) or (0, 0)
