@@ -168,11 +168,12 @@ def join_jobs(jobs: Iterable[Job], sources: Container[int]) -> list[Job]:
 
 
 def _follows(before: Job, job: Job) -> bool:
-    pieces, first, end = job.pieces, before.first, job.last - 1
+    pieces, first = job.pieces, before.first
     if before.pieces is not pieces or before.last != job.first or before.source != job.source:
         return False
-    nbytes = int(pieces.place[end] + pieces.stop[end] - pieces.start[end] - pieces.place[first])
-    return bool(pieces.object_id[first] == pieces.object_id[end]) and nbytes <= WIDE_JOB_BYTES
+    rows = slice(first, job.last)  # one before the last may reach further than it
+    nbytes = int((pieces.place[rows] + pieces.stop[rows] - pieces.start[rows]).max() - pieces.place[first])
+    return bool(pieces.object_id[first] == pieces.object_id[job.first]) and nbytes <= WIDE_JOB_BYTES
 
 
 def _in_order(pieces: Pieces) -> Ints:

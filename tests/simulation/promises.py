@@ -17,6 +17,8 @@ FREE_S = 10.0
 """Seconds between two persist steps from which on each has time to be committed before the next."""
 COMMIT_S, REQUESTS_DEEP = 7.0, 45
 """Seconds from a snapshot to its commit, with as many requests one behind another."""
+MORE_S = 4.0
+"""Seconds more in jobs of many nodes."""
 REQUESTS_A_COMMIT = 80
 """Of one node, with retention and what it asks besides."""
 
@@ -42,7 +44,7 @@ def committed(job: Job, identity: SnapshotId) -> None:
     if not is_calm(job):
         return
     taken, before = job.rules.taken_at.get(identity), max(job.committed_at, default=None)
-    limit_s = COMMIT_S + job.setup.copy_s * 1.5 + REQUESTS_DEEP * job.setup.latency_s
+    limit_s = COMMIT_S + MORE_S * (job.setup.nodes > 8) + job.setup.copy_s * 1.5 + REQUESTS_DEEP * job.setup.latency_s
     if taken is not None and (took_s := CLOCK.scheduler.now - taken) > limit_s:
         raise Violation("a calm job commits soon", f"{identity} after {took_s:.1f} s, not {limit_s:.1f}")
     if before is not None and identity.step - before.step != job.setup.persist_every:

@@ -212,12 +212,15 @@ class Rules(Lineages, Samples):
             assert identity is not None
             wholeness.check(self.job, identity)
 
+    def _calendar_s(self) -> float:
+        return CLOCK.scheduler.now + self.job.skipped[1]
+
     def _manifest_changed(self, identity: SnapshotId, before: bytes | None, after: bytes | None) -> None:
         was = identity in self.committed
         if after is None and before is not None and before.startswith(TOMBSTONE) and not self.job.is_operator:
-            watches.tombstone_goes(identity, self._tombs_s.get(identity, -1e9))
+            watches.tombstone_goes(identity, self._calendar_s() - self._tombs_s.get(identity, -1e9))
         if after is not None and after.startswith(TOMBSTONE):
-            self._tombs_s[identity] = CLOCK.scheduler.now
+            self._tombs_s[identity] = self._calendar_s()
             self._given_up = max(self._given_up, watches.buried(self.job, identity, before))
         if after is not None and not after.startswith(TOMBSTONE):
             if before is not None and before != after and not self.job.is_operator:

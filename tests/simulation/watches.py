@@ -173,10 +173,10 @@ def buried(job: Job, identity: SnapshotId, before: bytes | None) -> SnapshotId:
     return identity
 
 
-def tombstone_goes(identity: SnapshotId, written_s: float) -> None:
+def tombstone_goes(identity: SnapshotId, age_s: float) -> None:
     """A tombstone is removed: by whoever does it, it is older than a committer sleeps between its checks and its commit."""
     process = CLOCK.scheduler.process
-    seems_s = CLOCK.scheduler.now - written_s + (0.0 if process is None else CLOCK.offset_s.get(process.node, 0.0))
+    seems_s = age_s + (0.0 if process is None else CLOCK.offset_s.get(process.node, 0.0))
     if seems_s < TOMBSTONE_AGE_S - 1.0:
         raise Violation("a tombstone stays for an hour", f"{identity} after {seems_s:.0f} s")
 

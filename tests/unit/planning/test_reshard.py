@@ -242,6 +242,16 @@ def test_pieces_bring_every_byte_once_whatever_their_runs(data: st.DataObject) -
         assert job in jobs or (job.source == 0 and nbytes <= WIDE_JOB_BYTES)
 
 
+def test_joined_jobs_fit_a_block_where_another_piece_reaches_further_than_the_last_one() -> None:
+    shape = (4, 9, 9 << 17)
+    boxes = Box((0, 0, 0), (4, 1, shape[2])), Box((0, 1, 0), (4, 8, shape[2]))
+    wanted = [shard_of(box, shape, dtype="uint8") for box in boxes]
+    held = table_of([shard_of(whole(shape), shape, dtype="uint8")])
+    joined = join_jobs(merge_pieces(cut_pieces(plan_reads(wanted, [held]), max_runs=5)), {0})
+    reach = [(job.pieces.place + job.pieces.stop - job.pieces.start)[job.rows].max() for job in joined]
+    assert max(end - job.pieces.place[job.first] for end, job in zip(reach, joined, strict=True)) <= WIDE_JOB_BYTES
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_flat_range_of_a_shard_is_a_few_disjoint_boxes(data: st.DataObject) -> None:
