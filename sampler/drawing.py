@@ -6,6 +6,7 @@ the stack when it draws for the first time. Whatever is not found draws for itse
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import sys
@@ -26,6 +27,8 @@ _NAMES_OF_WORKERS = "_task_info", "_prefetch_factor"
 _LOADERS = ("torch.utils.data.dataloader", "torchdata.stateful_dataloader.stateful_dataloader")
 _MOST_GIVEN = 1 << 12
 """Batches of which the ids are kept until a step is committed: an evaluation commits none."""
+_MOST_ROWS = 1 << 16
+"""Rows among which the samples of a step are looked for."""
 _DEPTH = 24
 """Most frames between a sampler and the loader that draws from it."""
 
@@ -107,15 +110,24 @@ class Drawing:
         if self._checked is None or not got:
             self._checked = self._checked or 0
             return False
-        ids = rows(self._checked, handed_out).tolist()  # the first row of an id that comes again in the next epoch
-        number: dict[int, int] = dict(zip(reversed(ids), reversed(range(self._checked, handed_out)), strict=True))
-        try:
-            found = {number[one] for batch in got for one in batch}
-        except (KeyError, TypeError):
+        self._checked = max(self._checked, handed_out - _MOST_ROWS)
+        ids = rows(self._checked, handed_out).tolist()
+        given: set[int] = set()
+        with contextlib.suppress(TypeError):
+            given.update(one for batch in got for one in batch)
+        if not given or not given.issubset(ids):
             self._given = None
             return False
-        self._checked = max(found) + 1
-        return self._checked - min(found) != len(found)
+        seen: set[int] = set()  # an id may come again: in the next epoch, or as a sample of a small source of a mixture
+        for row, one in enumerate(ids, self._checked):
+            if one not in given:
+                seen.clear()
+                continue
+            seen.add(one)
+            if len(seen) == len(given):
+                self._checked = row + 1
+                return False
+        return True
 
     def _left(self, _: object) -> None:
         self._tasks = range(len(self._tasks))  # the number alone: batches that nobody will take are let go

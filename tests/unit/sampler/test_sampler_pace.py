@@ -15,7 +15,7 @@ from support.counting import Numbers
 from torch.utils.data import DataLoader, dataloader
 
 from flashckpt.errors import SamplerStateError
-from flashckpt.sampler import ElasticBatchSampler, ElasticSampler, drawing
+from flashckpt.sampler import ElasticBatchSampler, ElasticSampler, Mixture, drawing
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # of torch, by torchdata
 N, MICRO = 202, 4
@@ -344,6 +344,15 @@ def test_one_that_sorts_the_samples_of_a_step_is_not(workers: int, accumulation:
     loader = DataLoader(Numbers(N), batch_sampler=Pools(sampler, accumulation), num_workers=workers)
     train(sampler, forever(loader), accumulation, 2 * N // (2 * MICRO * accumulation))
     assert sampler.epoch == 1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samples_of_a_small_source_that_come_again_within_a_step_are_in_order(workers: int) -> None:
+    data: Any = Mixture({"small": (Numbers(3), 3), "large": (Numbers(N), 1)})
+    sampler = ElasticSampler(data, dp_rank=0, dp_size=1, global_batch_size=MICRO)
+    loader = DataLoader(data, batch_sampler=Pools(sampler, 1), num_workers=workers)
+    train(sampler, forever(loader), 1, 40)
+    assert sampler.position == 40 * MICRO
 
 
 def test_ids_that_a_batch_sampler_changes_are_not_compared() -> None:
