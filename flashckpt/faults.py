@@ -62,6 +62,7 @@ CRASH_POINTS: dict[str, str] = {
     # dlrun's agent: ranks from standby processes
     "standby.before-go": "standby processes were asked and have answered, none of them is a rank",
     "standby.after-go": "standby processes run the script, their agent has not noted them as its workers",
+    "expect.before-persister": "a place made for a job that other nodes train, no persister there",
     "incident.before-rename": "report of an incident written, not under its name",
     # daemon
     "persist.before-intent": "candidate pinned, intent not written",

@@ -19,6 +19,7 @@ from flashckpt.daemon.launcher.way_back import steps_on_root
 from flashckpt.daemon.machine.process import reap, zombies
 from flashckpt.environment import Environment, env
 from flashckpt.errors import DamagedError, FlashckptError, PersistError
+from flashckpt.faults import crash_point
 from flashckpt.printable import printable
 from flashckpt.shm import agent_folder
 from flashckpt.shm.control import ControlRow, ControlView
@@ -79,6 +80,7 @@ class JobWatch:
             job = JobDirectory.open(name)
             self._take(job, job.hold_live())
             self._is_expected = True
+            crash_point("expect.before-persister")
             self.tick()
 
     def reap(self, known: set[int]) -> None:

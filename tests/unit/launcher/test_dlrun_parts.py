@@ -24,6 +24,7 @@ from unittest import mock
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.memory import killed_at
 from support.ranks import wait_for
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import DistNetworkError
@@ -326,6 +327,24 @@ def test_persister_of_a_job_that_nobody_began_ends_with_it_when_its_agent_was_ki
     os.waitpid(pid, 0)
     path = JobDirectory(job_directory.memory_root() / "orphaned").path
     wait_for(lambda: not path.exists(), what="the directory to go")
+
+
+def test_agent_killed_before_the_persister_starts_leaves_a_place_that_ranks_take_or_that_is_removed() -> None:
+    killed_at("expect.before-persister", lambda: JobWatch().expect("awaited"))
+    watch, path = JobWatch(), job_directory.memory_root() / "awaited"
+    watch.expect("awaited")
+    assert watch.job is None, "memory that is here is left to ranks"
+    ranks = JobDirectory.open("awaited")
+    agent_folder.write_opening(watch.agent_dir, ranks.path)
+    watch.tick()
+    wait_for(ranks.daemon_alive, what="the persister")
+    watch.request("ended")
+    ranks.let_go()
+    watch.close()
+    wait_for(lambda: not path.exists(), what="the directory to go")
+    killed_at("expect.before-persister", lambda: JobWatch().expect("awaited"))
+    gc.remove_unused(path)
+    assert not path.exists()
 
 
 def test_ranks_that_have_another_job_than_the_one_awaited_are_followed() -> None:
